@@ -1,0 +1,2 @@
+"""How guesses become text: trees of guesses, one verifying forward, exact acceptance."""
+

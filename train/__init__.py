@@ -1,0 +1,1 @@
+"""How heads learn: conversations, masks, distillation, target features, the training loop."""
