@@ -1,1 +1,34 @@
 """What is trained, and nothing else: prediction heads, their losses and their file format."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from headstart.heads.base import Batch, DraftHeads, Losses
+from headstart.heads.config import HeadsConfig
+from headstart.heads.medusa import Medusa
+from headstart.heads.tie import Tie
+
+FAMILIES: dict[str, type[DraftHeads]] = {
+    "medusa": Medusa,
+}
+"""Every family by name: a new one is a file in this folder and a line here."""
+
+
+def family(name: str) -> type[DraftHeads]:
+    """The class of a family. Raises ValueError naming the known ones."""
+    if name not in FAMILIES:
+        raise ValueError(f"unknown head family {name!r}; known are {sorted(FAMILIES)}")
+    return FAMILIES[name]
+
+
+def load_heads(source: str, **kwargs: Any) -> DraftHeads:
+    """Heads of whatever family ``source`` (a folder or Hub id) holds; keywords as in ``from_pretrained``."""
+    passed = {k: kwargs[k] for k in ("revision", "token", "cache_dir", "local_files_only") if k in kwargs}
+    config = HeadsConfig.from_pretrained(source, **passed)
+    if not config.family:
+        raise ValueError(f"{source} has a config but no 'family' in it: it holds no Headstart heads")
+    return family(config.family).from_pretrained(source, **kwargs)
+
+
+__all__ = ["FAMILIES", "Batch", "DraftHeads", "HeadsConfig", "Losses", "Medusa", "Tie", "family", "load_heads"]

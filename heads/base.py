@@ -1,0 +1,252 @@
+"""DraftHeads: the faces every family has, and the one loss that trains them all.
+
+Legend: B rows, T tokens, M slots, K depths, R loss rows, F features, H head width, V target vocabulary, D draft
+vocabulary. Slot t holds the target's features at position t; at depth d it predicts token t + 2 + d, because the
+target's own output at t already says token t + 1. The teacher of that prediction is the target at position t + 1 + d.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from headstart.heads.config import HeadsConfig, target_facts
+from headstart.heads.layers import born_nan
+from headstart.heads.losses import DIVERGENCES, acceptance
+from headstart.heads.tie import Tie
+
+CHUNK_ELEMENTS = 1 << 24  # logits held at once by the loss; above it, chunks of rows are recomputed in backward
+
+
+class Batch(NamedTuple):
+    """Teacher-forced training rows, right padded."""
+
+    tokens: Tensor  # [B, T] int64
+    supervised: Tensor  # [B, T] bool: this token is a label
+    document: Tensor  # [B, T] int64, -1 = padding; a slot and its label must share it
+    features: Tensor  # [B, T, F] what the heads read
+    last: Tensor  # [B, T, Ht] the teacher: last hidden state after the final norm
+
+
+class Losses(NamedTuple):
+    """Sums, not means: the caller divides by counts taken over all ranks and micro-batches."""
+
+    total: Tensor  # [] weighted sum over supervised predictions, differentiable
+    loss: Tensor  # [K] unweighted sums per depth
+    correct: Tensor  # [K] how often the head's first guess is the target's argmax
+    alpha: Tensor  # [K] summed acceptance, sum_v min(p_v, q_v)
+    count: Tensor  # [K] int64 supervised predictions per depth
+
+
+def predictions(batch_supervised: Tensor, document: Tensor, depth: int) -> Tensor:
+    """[B, T] bool: predicted positions s whose slot s - 2 - depth exists in the same document."""
+    shift = 2 + depth
+    if document.shape[1] <= shift:
+        return torch.zeros_like(batch_supervised)
+    ok = batch_supervised & (document >= 0)
+    ok[:, :shift] = False
+    ok[:, shift:] &= document[:, shift:] == document[:, :-shift]
+    return ok
+
+
+class DraftHeads(PreTrainedModel):
+    """A family of heads. No tensor of the target is inside: it comes in every call as ``tie``."""
+
+    config_class = HeadsConfig
+    config: HeadsConfig
+    base_model_prefix = ""
+    main_input_name = "batch"
+    _supports_sdpa = True
+
+    path_free: ClassVar[bool] = False
+    """True where the law at a depth does not depend on the path: one row then stands for a whole level."""
+
+    draft_ids: Tensor | None  # [D] int64 ascending target ids the heads can say, None = all
+
+    def __init__(self, config: HeadsConfig) -> None:
+        super().__init__(config)
+        config.check_format()
+        size = config.draft_vocab_size
+        self.register_buffer("draft_ids", None if size is None else torch.zeros(size, dtype=torch.int64))
+
+    # what a family writes -------------------------------------------------------------------------------------------
+
+    def unroll(self, batch: Batch, tie: Tie) -> Iterator[tuple[Tensor, Tensor]]:
+        """Per depth d: slots [B, M] int64 and hidden [B, M, H] predicting token slot + 2 + d, teacher forced."""
+        raise NotImplementedError
+
+    def open(self, rows: int, room: int, cache: Any) -> Any:
+        """Draft-side state for ``rows`` sequences of at most ``room`` tokens."""
+        raise NotImplementedError
+
+    def refresh(self, features: Tensor, tokens: Tensor, count: Tensor, state: Any, tie: Tie) -> Tensor:
+        """Committed path in: features [B, k, F], the tokens [B, k] they led to, count [B] -> root hidden [B, 1, H]."""
+        raise NotImplementedError
+
+    def level(self, tokens: Tensor, parent: Tensor, depth: int, state: Any, tie: Tie) -> Tensor:
+        """Nodes [B, w] of ``depth`` >= 1, their index [B, w] into the level above -> hidden [B, w, H]."""
+        raise NotImplementedError
+
+    def logits(self, hidden: Tensor, tokens: Tensor, depth: int, tie: Tie) -> Tensor:
+        """[..., H] and the node's own token [...] -> logits [..., D] of the law one deeper."""
+        raise NotImplementedError
+
+    def start_from(self, tie: Tie) -> None:
+        """Weights that begin as the target's; called once for fresh heads, after ``draft_ids`` is set."""
+
+    # making ---------------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def from_target(cls, target: Any, *, draft_ids: Tensor | None = None, seed: int = 0, **options: Any) -> DraftHeads:
+        """Fresh float32 heads for ``target``, on its output's device.
+
+        ``draft_ids`` [D] ascending target ids limits what the heads can say; ``options`` are HeadsConfig fields.
+        """
+        facts = target_facts(target.config) | {"family": cls.family_name()}
+        size = None if draft_ids is None else draft_ids.numel()
+        unknown = sorted(k for k in options if k not in HeadsConfig.__annotations__)
+        if unknown:
+            raise ValueError(f"unknown head options {unknown}; known are {sorted(HeadsConfig.__annotations__)}")
+        tie = Tie.of(target)
+        config = HeadsConfig(**(facts | {"draft_vocab_size": size} | cls.defaults(facts) | options))
+        config.target_fingerprint = fingerprint(tie)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            heads = cls(config)
+        if draft_ids is not None:
+            check_draft_ids(draft_ids, config.target_vocab_size)
+            heads.draft_ids = draft_ids.clone()
+        heads = heads.float().to(tie.weight.device)
+        heads.start_from(tie)
+        return heads
+
+    @classmethod
+    def family_name(cls) -> str:
+        """The key of this class in FAMILIES."""
+        return cls.__name__.lower()
+
+    @classmethod
+    def defaults(cls, facts: dict[str, Any]) -> dict[str, Any]:
+        """HeadsConfig fields that follow from the target's facts."""
+        return {"features": [facts["target_num_layers"]]}
+
+    @classmethod
+    def from_pretrained(cls, source: str, *args: Any, **kwargs: Any) -> DraftHeads:  # type: ignore[override]
+        """Heads from a folder or the Hub. Raises ValueError that lists every missing, unknown or misshapen tensor."""
+        asked = kwargs.pop("output_loading_info", False)
+        kwargs["ignore_mismatched_sizes"] = True  # so that all of them can be named at once, below
+        heads, info = super().from_pretrained(source, *args, output_loading_info=True, **kwargs)
+        wrong = [f"missing: {k}" for k in sorted(info["missing_keys"])]
+        wrong += [f"unknown: {k}" for k in sorted(info["unexpected_keys"])]
+        wrong += [f"misshapen: {k[0]} is {tuple(k[1])}, expected {tuple(k[2])}" for k in sorted(info["mismatched_keys"])]
+        if wrong:
+            raise ValueError(
+                f"the tensors in {source} are not those of the {heads.config.family} heads its config describes:\n  "
+                + "\n  ".join(wrong)
+            )
+        if heads.draft_ids is not None:
+            check_draft_ids(heads.draft_ids, heads.config.target_vocab_size)
+        return (heads, info) if asked else heads
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Called by transformers for tensors a checkpoint lacks: NaN, so that none passes for trained."""
+        if getattr(module, "_is_hf_initialized", False):
+            return
+        born_nan(module)
+
+    def check_target(self, target: Any) -> list[str]:
+        """Raises ValueError where ``target`` cannot carry these heads; returns warnings where it merely differs."""
+        facts, mine = target_facts(target.config), self.config
+        wrong = [
+            f"{name.removeprefix('target_')}: the heads were trained for {getattr(mine, name)}, the target has {facts[name]}"
+            for name in ("target_hidden_size", "target_vocab_size", "target_num_layers")
+            if facts[name] != getattr(mine, name)
+        ]
+        if wrong:
+            raise ValueError(f"heads of {mine.target_name or 'another target'} do not fit: " + "; ".join(wrong))
+        if mine.target_fingerprint and mine.target_fingerprint != fingerprint(Tie.of(target)):
+            return [
+                f"the heads were trained on {mine.target_name or 'another target'} with other weights than this target: "
+                "the text stays exact, but fewer guesses will be accepted"
+            ]
+        return []
+
+    # the loss -------------------------------------------------------------------------------------------------------
+
+    def count(self, supervised: Tensor, document: Tensor) -> Tensor:
+        """Supervised predictions per depth [K] int64, from [B, T] masks alone: known before any forward."""
+        depths = range(self.config.num_draft_heads)
+        return torch.stack([predictions(supervised, document, d).sum() for d in depths])
+
+    def forward(self, batch: Batch, tie: Tie, *, weights: Sequence[float], divergence: str = "soft_ce") -> Losses:
+        """The training loss: unroll, supervised slots, chunks of rows, divergences. ``weights`` [K], one a depth."""
+        depths = list(self.unroll(batch, tie))
+        tables = [slot_table(slots, batch.tokens.shape[1]) for slots, _ in depths]
+        masks = [predictions(batch.supervised, batch.document, d) for d in range(len(depths))]
+        rows = torch.stack(masks).any(0).flatten().nonzero().squeeze(1)  # [R] flat positions s that someone predicts
+        per_depth = [(table, hidden, mask.flatten()) for (_, hidden), table, mask in zip(depths, tables, masks, strict=True)]
+        size = self.config.draft_vocab_size or tie.weight.shape[0]
+        chunks = rows.split(max(1, CHUNK_ELEMENTS // size)) if rows.numel() else (rows,)
+        sums = []
+        for chunk in chunks:
+            args = (chunk, batch, per_depth, tie, divergence)
+            whole = len(chunks) == 1
+            sums.append(self._rows(*args) if whole else checkpoint(self._rows, *args, use_reentrant=False))
+        loss, correct, alpha = torch.stack(sums).sum(0)  # each [K]
+        weight = torch.tensor(list(weights), dtype=loss.dtype, device=loss.device)
+        count = torch.stack([m.sum() for m in masks])
+        return Losses((loss * weight).sum(), loss.detach(), correct.detach(), alpha.detach(), count)
+
+    def _rows(self, rows: Tensor, batch: Batch, per_depth: list[Any], tie: Tie, divergence: str) -> Tensor:
+        """Sums [3, K] of loss, correct guesses and acceptance over the predicted flat positions ``rows`` [R]."""
+        p, best = self._teacher(batch.last.flatten(0, 1)[rows - 1], tie)
+        tokens, length = batch.tokens.flatten(), batch.tokens.shape[1]
+        sums = []
+        for d, (table, hidden, mask) in enumerate(per_depth):
+            at = mask[rows].nonzero().squeeze(1)
+            s = rows[at]
+            slot = table[s - 2 - d] + (s // length) * hidden.shape[1]
+            logits = self.logits(hidden.flatten(0, 1)[slot], tokens[s - 1], d, tie).float()
+            guess = logits.detach().argmax(-1) if at.numel() else at
+            right = (guess if self.draft_ids is None else self.draft_ids[guess]) == best[at]
+            with torch.no_grad():
+                alpha = acceptance(p[at], logits).sum()
+            sums.append(torch.stack([DIVERGENCES[divergence](p[at], logits).sum(), right.sum().float(), alpha]))
+        return torch.stack(sums, dim=1)
+
+    @torch.no_grad()
+    def _teacher(self, last: Tensor, tie: Tie) -> tuple[Tensor, Tensor]:
+        """Last hidden [R, Ht] -> the target's law on the draft vocabulary [R, D] float32, and its argmax [R]."""
+        laws, best = [], []
+        for part in last.split(max(1, CHUNK_ELEMENTS // tie.weight.shape[0])):
+            logits = tie.unembed(part).float()
+            best.append(logits.argmax(-1) if part.shape[0] else logits.new_zeros(0, dtype=torch.int64))
+            top = logits if self.draft_ids is None else logits[:, self.draft_ids]
+            laws.append((top - logits.logsumexp(-1, keepdim=True)).exp())
+        return torch.cat(laws), torch.cat(best)
+
+
+def slot_table(slots: Tensor, length: int) -> Tensor:
+    """[B, M] slots -> [B * T] flat table: position -> index into M (0 where no slot stands; callers mask)."""
+    table = torch.zeros(slots.shape[0], length, dtype=torch.int64, device=slots.device)
+    return table.scatter_(1, slots, torch.arange(slots.shape[1], device=slots.device).expand_as(slots)).flatten()
+
+
+def check_draft_ids(draft_ids: Tensor, vocab_size: int) -> None:
+    """Raises ValueError unless ``draft_ids`` [D] are distinct ascending ids of the target vocabulary."""
+    bad = bool((draft_ids[1:] <= draft_ids[:-1]).any()) or int(draft_ids[0]) < 0 or int(draft_ids[-1]) >= vocab_size
+    if bad:
+        raise ValueError(f"draft_ids must be distinct, ascending and in 0..{vocab_size - 1}; these tables are of other heads")
+
+
+def fingerprint(tie: Tie) -> str:
+    """Digest of three rows of the target's output matrix, in float32; tells other weights of the same shape."""
+    weight = tie.weight
+    rows = weight[[0, weight.shape[0] // 2, weight.shape[0] - 1]].detach().to("cpu", torch.float32).contiguous()
+    return hashlib.sha256(rows.numpy().tobytes()).hexdigest()[:16]

@@ -1,0 +1,79 @@
+"""Medusa-1 (Cai et al., arXiv 2401.10774): K heads on the target's last hidden state, each guessing one token further.
+
+Every head has its own residual blocks, which start as the identity. The output is the target's own (the paper's
+"version 2" layout), or, with a draft vocabulary, a matrix per head that starts from the target's rows for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from headstart.heads.base import Batch, DraftHeads
+from headstart.heads.config import HeadsConfig
+from headstart.heads.layers import stack
+from headstart.heads.tie import Tie
+
+
+@dataclass
+class MedusaState:
+    """The last feature of each row [B, 1, F]; all a Medusa head needs to know of the past."""
+
+    feature: Tensor | None = None
+
+
+class Medusa(DraftHeads):
+    """B rows, M slots, F = H target hidden size, D draft vocabulary, K heads."""
+
+    path_free: ClassVar[bool] = True
+
+    def __init__(self, config: HeadsConfig) -> None:
+        super().__init__(config)
+        width, heads = config.target_hidden_size, config.num_draft_heads
+        self.blocks = nn.ModuleList(stack(width, config.num_draft_layers) for _ in range(heads))
+        size = config.draft_vocab_size
+        self.outputs = None if size is None else nn.ModuleList(nn.Linear(width, size, bias=False) for _ in range(heads))
+        self.post_init()
+
+    def start_from(self, tie: Tie) -> None:
+        """Identity blocks and the target's own rows: a fresh head repeats the target's next-token law."""
+        for block in self.blocks.modules():
+            if hasattr(block, "reset"):
+                block.reset()
+        if self.outputs is not None:
+            assert self.draft_ids is not None
+            rows = tie.weight.detach()[self.draft_ids.to(tie.weight.device)].float()
+            with torch.no_grad():
+                for output in self.outputs:
+                    output.weight.copy_(rows)
+
+    def unroll(self, batch: Batch, tie: Tie) -> Iterator[tuple[Tensor, Tensor]]:
+        """One depth a head, all of them over every slot: [B, T] and [B, T, H]."""
+        slots = torch.arange(batch.tokens.shape[1], device=batch.tokens.device).expand_as(batch.tokens)
+        for block in self.blocks:
+            yield slots, block(batch.features)
+
+    def open(self, rows: int, room: int, cache: Any) -> MedusaState:
+        """Nothing but the last feature is kept."""
+        return MedusaState()
+
+    def refresh(self, features: Tensor, tokens: Tensor, count: Tensor, state: MedusaState, tie: Tie) -> Tensor:
+        """Keeps the feature that led to the root; a row with count 0 keeps its old one. -> [B, 1, H]."""
+        at = (count - 1).clamp(min=0)[:, None, None].expand(-1, 1, features.shape[-1])
+        fresh = features.gather(1, at)
+        old = state.feature
+        state.feature = fresh if old is None else torch.where((count > 0)[:, None, None], fresh, old)
+        return self.blocks[0](state.feature)  # type: ignore[no-any-return]
+
+    def level(self, tokens: Tensor, parent: Tensor, depth: int, state: MedusaState, tie: Tie) -> Tensor:
+        """Head ``depth`` looks at the root's feature, whatever the path: [B, w, H]."""
+        assert state.feature is not None
+        return self.blocks[depth](state.feature).expand(-1, tokens.shape[1], -1)  # type: ignore[no-any-return]
+
+    def logits(self, hidden: Tensor, tokens: Tensor, depth: int, tie: Tie) -> Tensor:
+        """[..., H] -> [..., D]; the node's own token is not looked at."""
+        return tie.unembed(hidden) if self.outputs is None else self.outputs[depth](hidden)  # type: ignore[no-any-return]

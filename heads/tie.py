@@ -1,0 +1,65 @@
+"""Tie: the target's embedding and output, lent to the heads in every call and never stored in them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+@dataclass(frozen=True)
+class Tie:
+    """What a target does before its first layer and after its last one.
+
+    Shapes: V target vocabulary, H target hidden size. Both weights stay the target's own storage.
+    """
+
+    embedding: nn.Module  # [...] ids -> [..., H]; an embedding scale inside the module is kept
+    output: nn.Module  # [..., H] -> [..., V]
+    embedding_scale: float = 1.0  # multiplied in by the model after its embedding module (Gemma, Granite)
+    logit_scale: float = 1.0  # multiplied into the logits (Cohere), or 1 / logits_scaling (Granite)
+    softcap: float | None = None  # cap * tanh(logits / cap) (Gemma2)
+
+    @classmethod
+    def of(cls, target: Any) -> Tie:
+        """The tie of a causal LM. Raises ValueError where it has no input embedding or output layer."""
+        embedding, output = target.get_input_embeddings(), target.get_output_embeddings()
+        if embedding is None or output is None:
+            raise ValueError(
+                f"{type(target).__name__} shows no input embedding or no output layer; "
+                "a causal LM with get_input_embeddings() and get_output_embeddings() is needed"
+            )
+        text = target.config.get_text_config(decoder=True)
+        scale = float(getattr(text, "logit_scale", None) or 1.0)
+        if getattr(text, "logits_scaling", None):
+            scale /= float(text.logits_scaling)
+        softcap = getattr(text, "final_logit_softcapping", None)
+        embedding_scale = float(getattr(text, "embedding_multiplier", None) or 1.0)
+        return cls(embedding, output, embedding_scale, scale, float(softcap) if softcap else None)
+
+    @property
+    def weight(self) -> Tensor:
+        """The output matrix [V, H]."""
+        weight: Tensor = self.output.weight  # type: ignore[assignment]
+        return weight
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Token ids [...] -> embeddings [..., H] as the first layer sees them."""
+        embedded: Tensor = self.embedding(tokens)
+        return embedded if self.embedding_scale == 1.0 else embedded * self.embedding_scale
+
+    def unembed(self, hidden: Tensor, rows: Tensor | None = None) -> Tensor:
+        """Hidden [..., H] after the final norm -> logits [..., V], or [..., D] for the token ids ``rows`` [D] only."""
+        if rows is None:
+            logits: Tensor = self.output(hidden.to(self.weight.dtype))
+        else:
+            bias: Tensor | None = getattr(self.output, "bias", None)
+            logits = F.linear(hidden.to(self.weight.dtype), self.weight[rows], None if bias is None else bias[rows])
+        if self.logit_scale != 1.0:
+            logits = logits * self.logit_scale
+        if self.softcap is not None:
+            logits = torch.tanh(logits / self.softcap) * self.softcap
+        return logits

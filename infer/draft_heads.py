@@ -1,0 +1,84 @@
+"""HeadsDrafter: any family of heads as a source of guesses.
+
+Legend: B rows, w frontier, c children, D draft vocabulary, F features, H head width.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from headstart.heads import DraftHeads, Tie
+from headstart.infer.grow import Budget, Shape, best_first, static
+from headstart.infer.target import Seen
+from headstart.infer.tree import DraftTree, root_only
+
+
+class Drafter(Protocol):
+    """Who guesses. One object lives for one generate call."""
+
+    wants: tuple[int, ...]  # hidden_states indices it reads, () = none
+
+    def start(self, ids: Tensor, lengths: Tensor, room: int) -> None:
+        """The left-aligned prompt [B, P], its lengths [B], and how many tokens a row may reach."""
+
+    def observe(self, seen: Seen) -> None:
+        """A chunk of the prompt, or what a step made of the guesses."""
+
+    def grow(self, root: Tensor, budget: Budget) -> DraftTree:
+        """Guesses after the last known tokens [B]."""
+
+
+class HeadsDrafter:
+    """Level by level: the heads' law at each frontier node, its best children, the likeliest paths kept."""
+
+    def __init__(
+        self, heads: DraftHeads, tie: Tie, ends: Tensor, *, width: int = 8, branch: int = 8, shape: Shape | None = None
+    ) -> None:
+        """``ends`` [e] end tokens; ``width`` nodes expanded a level, ``branch`` children each; or a fixed ``shape``."""
+        self.wants = tuple(heads.config.features or ())
+        self.heads, self.tie, self.ends = heads, tie, ends
+        self.width, self.branch, self.shape = width, branch, shape
+        if shape is not None:
+            self.branch = max(self.branch, 1 + max(shape.ranks))
+        self._state: Any = None
+        self._root: Tensor | None = None  # [B, 1, H]
+        self._level: Tensor | None = None
+
+    def start(self, ids: Tensor, lengths: Tensor, room: int) -> None:
+        """A fresh draft-side state for ids [B, P]."""
+        self._state = self.heads.open(ids.shape[0], room, None)
+
+    def observe(self, seen: Seen) -> None:
+        """Committed features [B, k, F] into the heads' state."""
+        assert seen.features is not None
+        features = seen.features.to(self.heads.device, self.heads.dtype)
+        tokens, count = seen.tokens.to(self.heads.device), seen.count.to(self.heads.device)
+        self._root = self.heads.refresh(features, tokens, count, self._state, self.tie)
+
+    def grow(self, root: Tensor, budget: Budget) -> DraftTree:
+        """A tree below root [B]; only the root where nothing was seen yet (a prompt of one token)."""
+        depth = min(budget.depth, self.heads.config.num_draft_heads)
+        if self._root is None or depth < 1 or budget.nodes < 2:
+            return root_only(root)
+        budget = budget._replace(depth=depth)
+        if self.shape is not None:
+            return static(root, self._expand, budget, self.shape, self.ends)
+        return best_first(root, self._expand, budget, self.width, self.ends)
+
+    def _expand(self, tokens: Tensor, above: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+        """Best children of the frontier [B, w] at ``depth``: log-probabilities and target ids, [B, w or 1, c]."""
+        if self.heads.path_free:
+            tokens, above = tokens[:, :1], above[:, :1]
+        if depth == 0:
+            assert self._root is not None
+            hidden = self._root
+        else:
+            hidden = self.heads.level(tokens, above, depth, self._state, self.tie)
+        logits = self.heads.logits(hidden, tokens, depth, self.tie)
+        top = logits.topk(min(self.branch, logits.shape[-1]), dim=-1)
+        logq = top.values.float() - torch.logsumexp(logits.float(), dim=-1, keepdim=True)
+        ids = top.indices if self.heads.draft_ids is None else self.heads.draft_ids[top.indices]
+        return logq.to(self.ends.device), ids.to(self.ends.device)

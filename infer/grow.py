@@ -1,0 +1,116 @@
+"""From next-token laws to a tree. Pure: the laws come from a function, one call a level.
+
+Legend: B rows, w frontier, c children per frontier node, n nodes of the tree, m nodes generated so far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from headstart.infer.tree import DraftTree, root_only
+
+Expand = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
+"""(tokens [B, w], index into the level above [B, w], depth) -> log-probabilities and target ids of the best children,
+each [B, w, c] or, where the law does not depend on the path, [B, 1, c]; sorted, best first."""
+
+
+class Budget(NamedTuple):
+    """What a step may spend."""
+
+    nodes: int  # with the root
+    depth: int  # guesses after the root, on the longest path
+    room: Tensor  # [B] the same, per row: tokens still wanted and positions still left
+    more: Callable[[Tensor], bool] | None = None  # asked with the frontier's path log-probabilities [B, w]
+
+
+class Shape(NamedTuple):
+    """A tree fixed beforehand: node i is the ``ranks[i]``-th best child of ``parents[i]``; node 0 is the root."""
+
+    parents: tuple[int, ...]
+    ranks: tuple[int, ...]
+
+    @classmethod
+    def of(cls, paths: Sequence[Sequence[int]]) -> Shape:
+        """From paths of ranks, as Medusa writes its choices: [0], [1], [0, 0] ... Prefixes are added."""
+        wanted = {tuple(path[:i]) for path in paths for i in range(1, len(path) + 1)}
+        order = sorted(wanted, key=lambda path: (len(path), path))
+        index = {path: i + 1 for i, path in enumerate(order)} | {(): 0}
+        return cls((-1, *(index[path[:-1]] for path in order)), (0, *(path[-1] for path in order)))
+
+
+def best_first(root: Tensor, expand: Expand, budget: Budget, width: int, barren: Tensor | None = None) -> DraftTree:
+    """The tree of the ``budget.nodes`` likeliest paths among those generated (EAGLE-2, arXiv 2406.16858).
+
+    Each level expands its ``width`` likeliest nodes. A path's probability falls along it, so the best n are connected.
+    ``root`` [B]; nothing grows below the tokens ``barren`` [e] (end tokens).
+    """
+    batch, device = root.shape[0], root.device
+    tokens, parents = root[:, None], torch.full((batch, 1), -1, device=device)  # [B, m]
+    scores = torch.zeros(batch, 1, device=device)  # [B, m] log-probability of the path
+    frontier, above = torch.zeros(batch, 1, dtype=torch.int64, device=device), torch.zeros_like(root[:, None])
+    path = scores  # [B, w] of the frontier; -inf where nothing may grow
+    for depth in range(budget.depth):
+        if depth and budget.more is not None and not budget.more(path):
+            break
+        logq, ids = expand(tokens.gather(1, frontier), above, depth)
+        w, c = frontier.shape[1], logq.shape[2]
+        fresh = (path[:, :, None] + logq).reshape(batch, w * c)
+        fresh = fresh.masked_fill(budget.room[:, None] <= depth, -torch.inf)
+        fresh_ids = ids.expand(-1, w, -1).reshape(batch, w * c)
+        first = tokens.shape[1]
+        tokens = torch.cat([tokens, fresh_ids], 1)
+        parents = torch.cat([parents, frontier.repeat_interleave(c, 1)], 1)
+        scores = torch.cat([scores, fresh], 1)
+        alive = fresh if barren is None else fresh.masked_fill(torch.isin(fresh_ids, barren), -torch.inf)
+        path, best = alive.topk(min(width, w * c), dim=1)
+        frontier, above = best + first, best // c
+    return _likeliest(tokens, parents, scores, budget.nodes)
+
+
+def _likeliest(tokens: Tensor, parents: Tensor, scores: Tensor, nodes: int) -> DraftTree:
+    """The root and the ``nodes`` - 1 likeliest of the generated nodes [B, m], renumbered in order of generation."""
+    batch, m = tokens.shape
+    kept = scores.sort(dim=1, descending=True, stable=True).indices[:, :nodes].sort(dim=1).values  # [B, n]
+    number = torch.full((batch, m), -1, dtype=torch.int64, device=tokens.device)
+    number.scatter_(1, kept, torch.arange(kept.shape[1], device=tokens.device).expand_as(kept))
+    old = parents.gather(1, kept)
+    new = torch.where(old >= 0, number.gather(1, old.clamp(min=0)), -1)
+    score = scores.gather(1, kept)
+    logq = score - score.gather(1, new.clamp(min=0))
+    valid = score > -torch.inf
+    return DraftTree(tokens.gather(1, kept), new, valid, torch.where(valid & (new >= 0), logq, 0.0))
+
+
+def static(root: Tensor, expand: Expand, budget: Budget, shape: Shape, barren: Tensor | None = None) -> DraftTree:
+    """A tree of one fixed ``shape``; nodes deeper than the budget allows, or below an end token, are padding."""
+    level, batch, device = [0], root.shape[0], root.device
+    if len(shape.parents) > budget.nodes:
+        raise ValueError(f"the shape has {len(shape.parents)} nodes, the budget allows {budget.nodes}")
+    tokens = [root]
+    logq = [torch.zeros(batch, device=device)]
+    valid = [torch.ones(batch, dtype=torch.bool, device=device)]
+    above = torch.zeros(batch, 1, dtype=torch.int64, device=device)
+    for depth in range(budget.depth):
+        next_level = [i for i, parent in enumerate(shape.parents) if parent in level]
+        if not next_level:
+            break
+        laws, ids = expand(torch.stack([tokens[i] for i in level], 1), above, depth)
+        for i in next_level:
+            at = level.index(shape.parents[i]) if laws.shape[1] > 1 else 0
+            if shape.ranks[i] >= laws.shape[2]:
+                raise ValueError(f"the shape wants child {shape.ranks[i]} of a node, only {laws.shape[2]} were offered")
+            tokens.append(ids[:, at, shape.ranks[i]])
+            logq.append(laws[:, at, shape.ranks[i]])
+            over = valid[shape.parents[i]] & (budget.room > depth)
+            ended = torch.zeros_like(over) if barren is None else torch.isin(tokens[shape.parents[i]], barren)
+            valid.append(over & ~(ended & (shape.parents[i] > 0)))
+        above = torch.tensor([[level.index(shape.parents[i]) for i in next_level]], device=device).expand(batch, -1)
+        level = next_level
+    if len(tokens) == 1:
+        return root_only(root)
+    parents = torch.tensor(shape.parents[: len(tokens)], device=device).expand(batch, -1)
+    return DraftTree(torch.stack(tokens, 1), parents, torch.stack(valid, 1), torch.stack(logq, 1))

@@ -1,0 +1,206 @@
+"""Speculator: heads (or another source of guesses) bound to a target, with the call signature of ``generate``."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation import GenerationMode
+from transformers.generation.stopping_criteria import StopStringCriteria
+
+from headstart.heads import DraftHeads, Tie, load_heads
+from headstart.infer.accept import RULES
+from headstart.infer.decode import Limits, decode
+from headstart.infer.draft_heads import Drafter, HeadsDrafter
+from headstart.infer.grow import Shape
+from headstart.infer.report import Report
+from headstart.infer.target import Target, attention_windows, check_model
+from headstart.infer.visit import Emission
+
+logger = logging.getLogger(__name__)
+
+HARMLESS = {"attention_mask", "position_ids", "cache", "past_key_values", "use_cache", "logits_to_keep", "tokenizer"}
+
+
+class Speculator:
+    """Decodes ``target`` several tokens a forward; the text is the target's own.
+
+    Use it as ``fast.generate(...)`` with the arguments of ``target.generate``, or hand it over as
+    ``target.generate(..., custom_generate=fast)``. ``report`` holds the counts of the last call.
+    """
+
+    def __init__(
+        self,
+        target: Any,
+        source: DraftHeads,
+        *,
+        rule: str = "match",
+        nodes: int = 16,
+        depth: int | None = None,
+        width: int = 8,
+        branch: int = 8,
+        shape: Shape | None = None,
+    ) -> None:
+        """``source`` heads in memory. ``nodes`` a pass verifies, root included; ``depth`` guesses on the longest path
+        (None = all the heads have); ``width`` nodes expanded a level with ``branch`` children each; or a fixed
+        ``shape``. Raises ValueError where target and source do not fit, before any token."""
+        if not isinstance(source, DraftHeads):
+            raise ValueError(f"a source of guesses was expected: heads of a family in FAMILIES; got {type(source).__name__}")
+        if rule not in RULES:
+            raise ValueError(f"unknown rule {rule!r}; known are {sorted(RULES)}")
+        if nodes < 1 or (depth is not None and depth < 0):
+            raise ValueError(f"nodes must be at least 1 and depth at least 0; got nodes={nodes}, depth={depth}")
+        check_target(target)
+        self.target, self.source, self.rule = target, source, rule
+        most = source.config.num_draft_heads
+        self.notes = source.check_target(target)
+        if depth is not None and depth > most:
+            self.notes.append(f"depth {depth} was asked for, the heads guess {most} tokens: {most} is used")
+        self.nodes, self.depth = nodes, most if depth is None else min(depth, most)
+        if shape is not None:
+            self.nodes = max(nodes, len(shape.parents))
+        self._tree = {"width": width, "branch": branch, "shape": shape}
+        self._checked = False
+        self.report = Report()
+        for note in self.notes:
+            logger.warning(note)
+
+    @classmethod
+    def from_pretrained(cls, source: str, target: Any, *, revision: str | None = None, **options: Any) -> Speculator:
+        """Heads from a folder or the Hub, in the target's dtype and on its output's device."""
+        heads = load_heads(source, **({"revision": revision} if revision else {}))
+        weight = Tie.of(target).weight
+        return cls(target, heads.to(weight.device, target.dtype), **options)
+
+    def generate(
+        self,
+        *args: Any,
+        streamer: Any = None,
+        tokenizer: Any = None,
+        stop_strings: str | list[str] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """``target.generate(...)``, sooner. Takes streamer, tokenizer and stop_strings, which transformers drops or
+        refuses on its ``custom_generate`` path."""
+        config = kwargs.get("generation_config") or self.target.generation_config
+        stop_strings = stop_strings if stop_strings is not None else getattr(config, "stop_strings", None)
+        if stop_strings is not None:
+            if tokenizer is None:
+                raise ValueError("stop_strings need the tokenizer they are written in: pass tokenizer=")
+            if kwargs.get("generation_config") is not None:
+                kwargs["generation_config"] = GenerationConfig.from_dict(config.to_dict() | {"stop_strings": None})
+            stop = StopStringCriteria(stop_strings=stop_strings, tokenizer=tokenizer)
+            kwargs["stopping_criteria"] = StoppingCriteriaList([*(kwargs.get("stopping_criteria") or []), stop])
+        return self.target.generate(*args, custom_generate=self, sink=streamer, **kwargs)
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        model: Any,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        *,
+        sink: Any = None,
+        **model_kwargs: Any,
+    ) -> Tensor:
+        """The decoding method ``target.generate(custom_generate=self)`` calls: padded ids [B, P] -> ids [B, P + new]."""
+        try:
+            if model is not self.target:
+                raise ValueError("this Speculator was made for another model object: make one for the model that decodes")
+            check_call(generation_config, model_kwargs)
+            if not self._checked:
+                check_model(model, tuple(self.source.config.features or ()))
+                self._checked = True
+            ids, lengths = left_aligned(input_ids, model_kwargs.get("attention_mask"), model_kwargs.get("position_ids"))
+            if sink is not None:
+                sink.put(input_ids.cpu())
+            visit = self._emission(input_ids, logits_processor, stopping_criteria, generation_config, sink)
+            text = model.config.get_text_config(decoder=True)
+            limits = Limits(self.nodes, self.depth, getattr(text, "max_position_embeddings", None) or 1 << 60)
+            drafter = self._drafter(visit, input_ids.device)
+            target = Target(model, drafter.wants, room=generation_config.max_length + self.nodes)
+            report = decode(target, drafter, RULES[self.rule], visit, ids, lengths, limits)
+            report.drafter, report.rule, report.notes = self.source.config.family, self.rule, list(self.notes)
+            self.report = report
+            return visit.sequences()
+        finally:
+            if sink is not None:
+                sink.end()
+
+    def _drafter(self, visit: Emission, device: torch.device) -> Drafter:
+        ends = torch.tensor(sorted(visit.ends), dtype=torch.int64, device=device)
+        return HeadsDrafter(self.source, Tie.of(self.target), ends, **self._tree)  # type: ignore[arg-type]
+
+    def _emission(
+        self, ids: Tensor, processors: Any, criteria: Any, config: GenerationConfig, sink: Any
+    ) -> Emission:
+        pad: Tensor | None = config._pad_token_tensor
+        return Emission(
+            ids,
+            processors,
+            criteria,
+            max_length=config.max_length,
+            do_sample=bool(config.do_sample),
+            pad=None if pad is None else int(pad),
+            sink=sink,
+        )
+
+
+def check_target(model: Any) -> None:
+    """Raises ValueError, naming the reason, for a model whose trees could be silently wrong."""
+    text = model.config.get_text_config(decoder=True)
+    implementation = getattr(text, "_attn_implementation", None)
+    if model.config.is_encoder_decoder:
+        raise ValueError(f"{type(model).__name__} is an encoder-decoder; trees need a decoder-only causal LM")
+    if implementation not in ("sdpa", "eager"):
+        raise ValueError(
+            f"attention {implementation!r} cannot take a tree mask; "
+            "load the target with attn_implementation='sdpa' (or 'eager')"
+        )
+    attention_windows(text)
+
+
+def check_call(config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
+    """Raises ValueError for options that are not decoded exactly yet, before the first forward."""
+    refused = []
+    if config.get_generation_mode() not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        refused.append(f"generation mode {config.get_generation_mode().value!r} (greedy and sampling work)")
+    for name in ("return_dict_in_generate", "output_attentions", "output_hidden_states", "output_scores", "output_logits"):
+        if getattr(config, name, None):
+            refused.append(f"{name}=True (leave it out)")
+    if model_kwargs.get("use_cache") is False:
+        refused.append("use_cache=False (a verified tree needs the cache)")
+    cache = model_kwargs.get("cache") if model_kwargs.get("cache") is not None else model_kwargs.get("past_key_values")
+    if cache is not None and cache.get_seq_length() > 0:
+        refused.append("a cache that already holds tokens (pass the whole prompt instead)")
+    refused += [f"{k} (not understood by trees)" for k, v in model_kwargs.items() if k not in HARMLESS and v is not None]
+    if refused:
+        raise ValueError("not available with speculative decoding: " + "; ".join(refused))
+
+
+def left_aligned(ids: Tensor, mask: Tensor | None, positions: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Left-padded ids [B, P] with mask [B, P] -> ids with the tokens first [B, P] and their counts [B].
+
+    Raises ValueError for padding on the right or inside, for empty rows and for positions other than 0, 1, 2 ...
+    """
+    rows, width = ids.shape
+    if width == 0:
+        raise ValueError("an empty prompt was given; at least one token is needed to begin with")
+    if mask is None:
+        return ids, torch.full((rows,), width, dtype=torch.int64, device=ids.device)
+    mask = mask.to(ids.device).bool()
+    lengths = mask.sum(1)
+    index = torch.arange(width, device=ids.device)
+    if bool((mask != (index >= width - lengths[:, None])).any()) or bool((lengths == 0).any()):
+        raise ValueError(
+            "attention_mask must be 0 on the left and 1 from the first token to the last one of every row; "
+            "pad with padding_side='left'"
+        )
+    if positions is not None and bool((positions.to(ids.device) != (mask.long().cumsum(1) - 1).clamp(min=0))[mask].any()):
+        raise ValueError("position_ids other than 0, 1, 2 ... per row are not available with speculative decoding")
+    return ids.gather(1, (index + width - lengths[:, None]).clamp(max=width - 1)), lengths

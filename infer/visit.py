@@ -1,0 +1,181 @@
+"""What a rule sees of one ``generate`` call: processors on each row's own prefix, the draw, stopping, streaming.
+
+Legend: B rows, P padded prompt, V vocabulary. Ids are kept in ``generate``'s padded coordinates, because that is what
+its processors and criteria expect.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation import logits_process as processors_of
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+
+from headstart.infer.target import Verified
+
+TENSOR_ONLY = (  # they look at the scores alone, so one call serves all rows
+    processors_of.TemperatureLogitsWarper,
+    processors_of.TopKLogitsWarper,
+    processors_of.TopPLogitsWarper,
+    processors_of.MinPLogitsWarper,
+    processors_of.TypicalLogitsWarper,
+    processors_of.EpsilonLogitsWarper,
+    processors_of.InfNanRemoveLogitsProcessor,
+    processors_of.LogitNormalization,
+    processors_of.SuppressTokensLogitsProcessor,
+)
+ONE_ROW_ONLY = (  # they carry the state of a whole batch from call to call
+    processors_of.UnbatchedClassifierFreeGuidanceLogitsProcessor,
+    processors_of.SynthIDTextWatermarkLogitsProcessor,
+)
+
+
+def row_view(processors: Sequence[Any], row: int, rows: int) -> LogitsProcessorList:
+    """The processors as row ``row`` of ``rows`` sees them: shallow copies with per-row state cut to that row."""
+    return LogitsProcessorList([_row_of(p, row) for p in processors] if rows > 1 else list(processors))
+
+
+def _row_of(processor: Any, row: int) -> Any:
+    view = copy.copy(processor)
+    ignore = getattr(view, "prompt_ignore_length", None)
+    if isinstance(ignore, Tensor):
+        view.prompt_ignore_length = ignore[row : row + 1]
+    if isinstance(processor, processors_of.EncoderRepetitionPenaltyLogitsProcessor):
+        view.encoder_input_ids = view.encoder_input_ids[row : row + 1]
+    if isinstance(processor, processors_of.EncoderNoRepeatNGramLogitsProcessor):
+        view.batch_size, view.generated_ngrams = 1, view.generated_ngrams[row : row + 1]
+    if isinstance(processor, processors_of.PrefixConstrainedLogitsProcessor):
+        allowed, sequence = processor._prefix_allowed_tokens_fn, row // processor._num_beams
+        view._num_beams = 1
+        view._prefix_allowed_tokens_fn = lambda _, ids: allowed(sequence, ids)
+    return view
+
+
+class Emission:
+    """The Visit of one call: every emitted token goes through ``law``, ``draw`` and ``emit``, as in ``generate``."""
+
+    def __init__(
+        self,
+        prompt: Tensor,
+        processors: Sequence[LogitsProcessor],
+        criteria: StoppingCriteriaList,
+        *,
+        max_length: int,
+        do_sample: bool,
+        pad: int | None,
+        sink: Any = None,
+    ) -> None:
+        """``prompt`` [B, P] padded ids; ``max_length`` counts them too; ``pad`` fills finished rows."""
+        self.rows, self.start = prompt.shape
+        self.max_length, self.do_sample, self.sink = max_length, do_sample, sink
+        shared = [p for p in processors if isinstance(p, ONE_ROW_ONLY)]
+        if shared and self.rows > 1:
+            names = sorted(type(p).__name__ for p in shared)
+            raise ValueError(f"{names} keep one state for a whole batch; {self.rows} rows were given: decode them singly")
+        self.ids = prompt.new_full((self.rows, max(max_length, self.start)), 0 if pad is None else pad)
+        self.ids[:, : self.start] = prompt
+        self.pad = pad
+        self.length = [self.start] * self.rows  # padded coordinates, prompt included
+        self._stopped: list[int | None] = [None] * self.rows  # length at which a criterion first held
+        self.ends = {i for c in criteria if isinstance(c, EosTokenCriteria) for i in c.eos_token_id.tolist()}
+        self._criteria = [c for c in criteria if not isinstance(c, (EosTokenCriteria, MaxLengthCriteria))]
+        self._tensor_only = all(type(p) in TENSOR_ONLY for p in processors)
+        self._processors = [row_view(processors, row, self.rows) for row in range(self.rows)]
+        self._verified: Verified | None = None
+        self._visited: list[int] = []
+        self._streamed = self.start
+
+    def open(self, verified: Verified) -> None:
+        """A step begins: laws are read from ``verified`` until the next one."""
+        self._verified = verified
+
+    def law(self, node: Tensor) -> Tensor:
+        """Processed float32 scores [B, V] at nodes [B]; rows with -1 are not visited and stay zero."""
+        assert self._verified is not None
+        logits, device = self._verified.logits, self.ids.device
+        self._visited = [row for row, at in enumerate(node.tolist()) if at >= 0]
+        rows = torch.tensor(self._visited, device=logits.device)
+        scores = logits[rows, node.to(logits.device)[rows]].to(device, torch.float32)  # [R, V]
+        if self._tensor_only:
+            scores = self._processors[0](self.ids[self._visited, : self.start], scores)
+        else:
+            parts = [
+                self._processors[row](self.ids[row : row + 1, : self.length[row]], scores[i : i + 1])
+                for i, row in enumerate(self._visited)
+            ]
+            scores = torch.cat(parts)
+        if len(self._visited) == self.rows:
+            return scores
+        return scores.new_zeros(self.rows, scores.shape[1]).index_copy_(0, rows.to(device), scores)
+
+    def draw(self, scores: Tensor) -> Tensor:
+        """[B, V] -> [B]: argmax, or one multinomial draw a visited row from the softmax, exactly as ``generate``."""
+        if not self.do_sample:
+            return scores.argmax(-1)
+        rows = torch.tensor(self._visited, device=scores.device)
+        drawn = torch.multinomial(torch.softmax(scores[rows], dim=-1), num_samples=1).squeeze(1)
+        return scores.new_zeros(self.rows, dtype=torch.int64).index_copy_(0, rows, drawn)
+
+    def coin(self, p: Tensor) -> Tensor:
+        """[B] chances -> [B] bool, from the global generator on the ids' device."""
+        return torch.rand(p.shape, device=self.ids.device) < p.to(self.ids.device)
+
+    def emit(self, token: Tensor) -> Tensor:
+        """Appends [B] tokens (-1 = none), evaluates the criteria per token and row, streams. -> [B] bool: goes on."""
+        for row, value in enumerate(token.tolist()):
+            if value < 0:
+                continue
+            self.ids[row, self.length[row]] = value
+            self.length[row] += 1
+            if self._stopped[row] is None and self._stops(row, value):
+                self._stopped[row] = self.length[row]
+        self._stream()
+        return torch.tensor(self._going(), device=token.device)
+
+    def running(self) -> Tensor:
+        """[B] bool: rows that still want tokens."""
+        return torch.tensor(self._going(), device=self.ids.device)
+
+    def roots(self) -> Tensor:
+        """The last known token of each row [B]."""
+        at = torch.tensor(self.length, device=self.ids.device) - 1
+        return self.ids.gather(1, at[:, None])[:, 0]
+
+    def wanted(self) -> list[int]:
+        """Tokens each row may still emit."""
+        going = self._going()
+        return [self.max_length - length if on else 0 for length, on in zip(self.length, going, strict=True)]
+
+    def sequences(self) -> Tensor:
+        """Prompt and tokens [B, P + longest], finished rows padded, as ``generate`` returns them."""
+        return self.ids[:, : max(self.length)]
+
+    def _stops(self, row: int, value: int) -> bool:
+        if value in self.ends or self.length[row] >= self.max_length:
+            return True
+        ids = self.ids[row : row + 1, : self.length[row]]
+        return any(bool(torch.as_tensor(criterion(ids, None)).all()) for criterion in self._criteria)
+
+    def _going(self) -> list[bool]:
+        """Without end tokens ``generate`` pads nobody: stopped rows write on until the last one stops."""
+        stopped = [s for s in self._stopped if s is not None]
+        if self.ends:
+            return [s is None for s in self._stopped]
+        if len(stopped) < self.rows:
+            return [length < self.max_length for length in self.length]
+        return [length < max(stopped) for length in self.length]
+
+    def _stream(self) -> None:
+        """Puts a column of tokens [B] as soon as every row has it or is finished."""
+        if self.sink is None:
+            return
+        going = self._going()
+        ready = min([n for n, on in zip(self.length, going, strict=True) if on], default=max(self.length))
+        while self._streamed < ready:
+            self.sink.put(self.ids[:, self._streamed].cpu())
+            self._streamed += 1
