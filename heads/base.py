@@ -41,7 +41,7 @@ class Losses(NamedTuple):
     loss: Tensor  # [K] unweighted sums per depth
     correct: Tensor  # [K] how often the head's first guess is the target's argmax
     alpha: Tensor  # [K] summed acceptance, sum_v min(p_v, q_v)
-    count: Tensor  # [K] int64 supervised predictions per depth
+    count: Tensor  # type: ignore[assignment]  # [K] int64 supervised predictions per depth
 
 
 def predictions(batch_supervised: Tensor, document: Tensor, depth: int) -> Tensor:
@@ -122,7 +122,7 @@ class DraftHeads(PreTrainedModel):
         if draft_ids is not None:
             check_draft_ids(draft_ids, config.target_vocab_size)
             heads.draft_ids = draft_ids.clone()
-        heads = heads.float().to(tie.weight.device)
+        nn.Module.to(heads, device=tie.weight.device, dtype=torch.float32)
         heads.start_from(tie)
         return heads
 
@@ -140,11 +140,15 @@ class DraftHeads(PreTrainedModel):
     def from_pretrained(cls, source: str, *args: Any, **kwargs: Any) -> DraftHeads:  # type: ignore[override]
         """Heads from a folder or the Hub. Raises ValueError that lists every missing, unknown or misshapen tensor."""
         asked = kwargs.pop("output_loading_info", False)
-        kwargs["ignore_mismatched_sizes"] = True  # so that all of them can be named at once, below
-        heads, info = super().from_pretrained(source, *args, output_loading_info=True, **kwargs)
+        # mismatched sizes pass transformers' own check so that all of them can be named at once, below
+        kwargs |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
+        loaded: Any = super().from_pretrained(source, *args, **kwargs)
+        heads, info = loaded
         wrong = [f"missing: {k}" for k in sorted(info["missing_keys"])]
         wrong += [f"unknown: {k}" for k in sorted(info["unexpected_keys"])]
-        wrong += [f"misshapen: {k[0]} is {tuple(k[1])}, expected {tuple(k[2])}" for k in sorted(info["mismatched_keys"])]
+        wrong += [
+            f"misshapen: {k[0]} is {tuple(k[1])}, expected {tuple(k[2])}" for k in sorted(info["mismatched_keys"])
+        ]
         if wrong:
             raise ValueError(
                 f"the tensors in {source} are not those of the {heads.config.family} heads its config describes:\n  "
@@ -152,7 +156,7 @@ class DraftHeads(PreTrainedModel):
             )
         if heads.draft_ids is not None:
             check_draft_ids(heads.draft_ids, heads.config.target_vocab_size)
-        return (heads, info) if asked else heads
+        return loaded if asked else heads  # type: ignore[no-any-return]
 
     def _init_weights(self, module: nn.Module) -> None:
         """Called by transformers for tensors a checkpoint lacks: NaN, so that none passes for trained."""
@@ -164,7 +168,7 @@ class DraftHeads(PreTrainedModel):
         """Raises ValueError where ``target`` cannot carry these heads; returns warnings where it merely differs."""
         facts, mine = target_facts(target.config), self.config
         wrong = [
-            f"{name.removeprefix('target_')}: the heads were trained for {getattr(mine, name)}, the target has {facts[name]}"
+            f"{name.removeprefix('target_')}: heads for {getattr(mine, name)}, the target has {facts[name]}"
             for name in ("target_hidden_size", "target_vocab_size", "target_num_layers")
             if facts[name] != getattr(mine, name)
         ]
@@ -172,8 +176,8 @@ class DraftHeads(PreTrainedModel):
             raise ValueError(f"heads of {mine.target_name or 'another target'} do not fit: " + "; ".join(wrong))
         if mine.target_fingerprint and mine.target_fingerprint != fingerprint(Tie.of(target)):
             return [
-                f"the heads were trained on {mine.target_name or 'another target'} with other weights than this target: "
-                "the text stays exact, but fewer guesses will be accepted"
+                f"the heads were trained on {mine.target_name or 'another target'} with other weights than this "
+                "target's: the text stays exact, but fewer guesses will be accepted"
             ]
         return []
 
@@ -190,9 +194,11 @@ class DraftHeads(PreTrainedModel):
         tables = [slot_table(slots, batch.tokens.shape[1]) for slots, _ in depths]
         masks = [predictions(batch.supervised, batch.document, d) for d in range(len(depths))]
         rows = torch.stack(masks).any(0).flatten().nonzero().squeeze(1)  # [R] flat positions s that someone predicts
-        per_depth = [(table, hidden, mask.flatten()) for (_, hidden), table, mask in zip(depths, tables, masks, strict=True)]
+        per_depth = [
+            (table, hidden, mask.flatten()) for (_, hidden), table, mask in zip(depths, tables, masks, strict=True)
+        ]
         size = self.config.draft_vocab_size or tie.weight.shape[0]
-        chunks = rows.split(max(1, CHUNK_ELEMENTS // size)) if rows.numel() else (rows,)
+        chunks = torch.split(rows, max(1, CHUNK_ELEMENTS // size)) if rows.numel() else (rows,)
         sums = []
         for chunk in chunks:
             args = (chunk, batch, per_depth, tie, divergence)
@@ -224,8 +230,9 @@ class DraftHeads(PreTrainedModel):
     def _teacher(self, last: Tensor, tie: Tie) -> tuple[Tensor, Tensor]:
         """Last hidden [R, Ht] -> the target's law on the draft vocabulary [R, D] float32, and its argmax [R]."""
         laws, best = [], []
-        for part in last.split(max(1, CHUNK_ELEMENTS // tie.weight.shape[0])):
-            logits = tie.unembed(part).float()
+        for part in torch.split(last, max(1, CHUNK_ELEMENTS // tie.weight.shape[0])):
+            with torch.autocast(last.device.type, enabled=False):  # the teacher speaks in its own precision
+                logits = tie.unembed(part).float()
             best.append(logits.argmax(-1) if part.shape[0] else logits.new_zeros(0, dtype=torch.int64))
             top = logits if self.draft_ids is None else logits[:, self.draft_ids]
             laws.append((top - logits.logsumexp(-1, keepdim=True)).exp())
@@ -242,7 +249,9 @@ def check_draft_ids(draft_ids: Tensor, vocab_size: int) -> None:
     """Raises ValueError unless ``draft_ids`` [D] are distinct ascending ids of the target vocabulary."""
     bad = bool((draft_ids[1:] <= draft_ids[:-1]).any()) or int(draft_ids[0]) < 0 or int(draft_ids[-1]) >= vocab_size
     if bad:
-        raise ValueError(f"draft_ids must be distinct, ascending and in 0..{vocab_size - 1}; these tables are of other heads")
+        raise ValueError(
+            f"draft_ids must be distinct, ascending and in 0..{vocab_size - 1}; these tables are of other heads"
+        )
 
 
 def fingerprint(tie: Tie) -> str:

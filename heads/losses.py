@@ -22,7 +22,8 @@ def soft_cross_entropy(p: Tensor, logits: Tensor) -> Tensor:
 def forward_kl(p: Tensor, logits: Tensor) -> Tensor:
     """sum_v p_v (log p_v - log q_v): same gradient as the cross entropy, zero where the laws agree. [R] float32."""
     p = p.float()
-    return torch.special.xlogy(p, p).sum(-1) + soft_cross_entropy(p, logits)
+    negative_entropy: Tensor = torch.special.xlogy(p, p).sum(-1)
+    return negative_entropy + soft_cross_entropy(p, logits)
 
 
 def acceptance(p: Tensor, logits: Tensor) -> Tensor:

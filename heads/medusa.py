@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from headstart.heads.base import Batch, DraftHeads
 from headstart.heads.config import HeadsConfig
-from headstart.heads.layers import stack
+from headstart.heads.layers import ResBlock, stack
 from headstart.heads.tie import Tie
 
 
@@ -37,19 +37,19 @@ class Medusa(DraftHeads):
         self.blocks = nn.ModuleList(stack(width, config.num_draft_layers) for _ in range(heads))
         size = config.draft_vocab_size
         self.outputs = None if size is None else nn.ModuleList(nn.Linear(width, size, bias=False) for _ in range(heads))
-        self.post_init()
+        self.post_init()  # type: ignore[no-untyped-call]
 
     def start_from(self, tie: Tie) -> None:
         """Identity blocks and the target's own rows: a fresh head repeats the target's next-token law."""
         for block in self.blocks.modules():
-            if hasattr(block, "reset"):
+            if isinstance(block, ResBlock):
                 block.reset()
         if self.outputs is not None:
             assert self.draft_ids is not None
             rows = tie.weight.detach()[self.draft_ids.to(tie.weight.device)].float()
             with torch.no_grad():
                 for output in self.outputs:
-                    output.weight.copy_(rows)
+                    output.get_parameter("weight").copy_(rows)
 
     def unroll(self, batch: Batch, tie: Tie) -> Iterator[tuple[Tensor, Tensor]]:
         """One depth a head, all of them over every slot: [B, T] and [B, T, H]."""
@@ -67,13 +67,18 @@ class Medusa(DraftHeads):
         fresh = features.gather(1, at)
         old = state.feature
         state.feature = fresh if old is None else torch.where((count > 0)[:, None, None], fresh, old)
-        return self.blocks[0](state.feature)  # type: ignore[no-any-return]
+        hidden: Tensor = self.blocks[0](state.feature)
+        return hidden
 
     def level(self, tokens: Tensor, parent: Tensor, depth: int, state: MedusaState, tie: Tie) -> Tensor:
         """Head ``depth`` looks at the root's feature, whatever the path: [B, w, H]."""
         assert state.feature is not None
-        return self.blocks[depth](state.feature).expand(-1, tokens.shape[1], -1)  # type: ignore[no-any-return]
+        hidden: Tensor = self.blocks[depth](state.feature)
+        return hidden.expand(-1, tokens.shape[1], -1)
 
     def logits(self, hidden: Tensor, tokens: Tensor, depth: int, tie: Tie) -> Tensor:
         """[..., H] -> [..., D]; the node's own token is not looked at."""
-        return tie.unembed(hidden) if self.outputs is None else self.outputs[depth](hidden)  # type: ignore[no-any-return]
+        if self.outputs is None:
+            return tie.unembed(hidden)
+        logits: Tensor = self.outputs[depth](hidden)
+        return logits

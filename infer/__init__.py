@@ -1,2 +1,1 @@
 """How guesses become text: trees of guesses, one verifying forward, exact acceptance."""
-

@@ -19,7 +19,7 @@ class Accepted(NamedTuple):
 
     nodes: Tensor  # [B, k] path from the root, -1 padded
     tokens: Tensor  # [B, k] emitted tokens, -1 padded
-    count: Tensor  # [B] tokens emitted; 0 = the row was finished before
+    count: Tensor  # type: ignore[assignment]  # [B] tokens emitted; 0 = the row was finished before
 
 
 class Visit(Protocol):

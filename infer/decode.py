@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from headstart.infer.accept import Accepted, Rule
-from headstart.infer.draft_heads import Drafter
+from headstart.infer.drafter import Drafter
 from headstart.infer.grow import Budget
 from headstart.infer.report import Clock, Report
 from headstart.infer.target import Seen, Target, Verified

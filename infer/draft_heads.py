@@ -5,7 +5,8 @@ Legend: B rows, w frontier, c children, D draft vocabulary, F features, H head w
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,33 +17,49 @@ from headstart.infer.target import Seen
 from headstart.infer.tree import DraftTree, root_only
 
 
-class Drafter(Protocol):
-    """Who guesses. One object lives for one generate call."""
+@dataclass(frozen=True)
+class HeadsSource:
+    """Heads as a source of guesses: how wide their trees grow, or one fixed ``shape``."""
 
-    wants: tuple[int, ...]  # hidden_states indices it reads, () = none
+    heads: DraftHeads
+    width: int = 8  # nodes expanded a level
+    branch: int = 8  # children of each
+    shape: Shape | None = None
 
-    def start(self, ids: Tensor, lengths: Tensor, room: int) -> None:
-        """The left-aligned prompt [B, P], its lengths [B], and how many tokens a row may reach."""
+    @property
+    def name(self) -> str:
+        """The family."""
+        return self.heads.config.family
 
-    def observe(self, seen: Seen) -> None:
-        """A chunk of the prompt, or what a step made of the guesses."""
+    @property
+    def depth(self) -> int:
+        """As many guesses as there are heads."""
+        return self.heads.config.num_draft_heads
 
-    def grow(self, root: Tensor, budget: Budget) -> DraftTree:
-        """Guesses after the last known tokens [B]."""
+    @property
+    def wants(self) -> tuple[int, ...]:
+        """The features the heads read."""
+        return tuple(self.heads.config.features or ())
+
+    def check(self, model: Any) -> list[str]:
+        """Sizes must agree; other weights of the same sizes are a warning."""
+        return self.heads.check_target(model)
+
+    def drafter(self, model: Any, ends: Tensor) -> HeadsDrafter:
+        """A drafter for one call."""
+        return HeadsDrafter(self, Tie.of(model), ends)
 
 
 class HeadsDrafter:
     """Level by level: the heads' law at each frontier node, its best children, the likeliest paths kept."""
 
-    def __init__(
-        self, heads: DraftHeads, tie: Tie, ends: Tensor, *, width: int = 8, branch: int = 8, shape: Shape | None = None
-    ) -> None:
-        """``ends`` [e] end tokens; ``width`` nodes expanded a level, ``branch`` children each; or a fixed ``shape``."""
-        self.wants = tuple(heads.config.features or ())
-        self.heads, self.tie, self.ends = heads, tie, ends
-        self.width, self.branch, self.shape = width, branch, shape
-        if shape is not None:
-            self.branch = max(self.branch, 1 + max(shape.ranks))
+    def __init__(self, source: HeadsSource, tie: Tie, ends: Tensor) -> None:
+        """``tie`` of the target; ``ends`` [e] end tokens."""
+        self.wants = source.wants
+        self.heads, self.tie, self.ends = source.heads, tie, ends
+        self.width, self.branch, self.shape = source.width, source.branch, source.shape
+        if self.shape is not None:
+            self.branch = max(self.branch, 1 + max(self.shape.ranks))
         self._state: Any = None
         self._root: Tensor | None = None  # [B, 1, H]
         self._level: Tensor | None = None

@@ -18,7 +18,9 @@ class Report:
     forwards: int = 0  # forwards of the target, prefill included
     prefill_forwards: int = 0
     rounds: list[tuple[int, int]] = field(default_factory=list)  # per pass: guesses accepted, guesses on offer in depth
-    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("prefill", "draft", "verify", "other"), 0.0))
+    seconds: dict[str, float] = field(
+        default_factory=lambda: dict.fromkeys(("prefill", "draft", "verify", "other"), 0.0)
+    )
     notes: list[str] = field(default_factory=list)
 
     @property

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
-from transformers.generation import GenerationMode
+from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.stopping_criteria import StopStringCriteria
 
 from headstart.heads import DraftHeads, Tie, load_heads
 from headstart.infer.accept import RULES
 from headstart.infer.decode import Limits, decode
-from headstart.infer.draft_heads import Drafter, HeadsDrafter
-from headstart.infer.grow import Shape
+from headstart.infer.draft_heads import HeadsSource
+from headstart.infer.drafter import Source
 from headstart.infer.report import Report
 from headstart.infer.target import Target, attention_windows, check_model
 from headstart.infer.visit import Emission
@@ -35,34 +35,31 @@ class Speculator:
     def __init__(
         self,
         target: Any,
-        source: DraftHeads,
+        source: DraftHeads | Source,
         *,
         rule: str = "match",
         nodes: int = 16,
         depth: int | None = None,
-        width: int = 8,
-        branch: int = 8,
-        shape: Shape | None = None,
+        **tree: Any,
     ) -> None:
-        """``source`` heads in memory. ``nodes`` a pass verifies, root included; ``depth`` guesses on the longest path
-        (None = all the heads have); ``width`` nodes expanded a level with ``branch`` children each; or a fixed
-        ``shape``. Raises ValueError where target and source do not fit, before any token."""
-        if not isinstance(source, DraftHeads):
-            raise ValueError(f"a source of guesses was expected: heads of a family in FAMILIES; got {type(source).__name__}")
+        """``source`` heads in memory, or any Source. ``nodes`` a pass verifies, root included; ``depth`` guesses on the
+        longest path (None = all the source has); for heads also ``width``, ``branch`` and ``shape`` of HeadsSource.
+        Raises ValueError where target and source do not fit, before any token."""
+        if isinstance(source, DraftHeads):
+            source = HeadsSource(source, **tree)
+        elif isinstance(source, str) or tree:
+            raise ValueError(f"heads in memory or a Source were expected; got {source!r} with options {sorted(tree)}")
         if rule not in RULES:
             raise ValueError(f"unknown rule {rule!r}; known are {sorted(RULES)}")
         if nodes < 1 or (depth is not None and depth < 0):
             raise ValueError(f"nodes must be at least 1 and depth at least 0; got nodes={nodes}, depth={depth}")
         check_target(target)
         self.target, self.source, self.rule = target, source, rule
-        most = source.config.num_draft_heads
-        self.notes = source.check_target(target)
+        self.notes = source.check(target)
+        most = source.depth
         if depth is not None and depth > most:
-            self.notes.append(f"depth {depth} was asked for, the heads guess {most} tokens: {most} is used")
+            self.notes.append(f"depth {depth} was asked for, {source.name} guesses {most} tokens: {most} is used")
         self.nodes, self.depth = nodes, most if depth is None else min(depth, most)
-        if shape is not None:
-            self.nodes = max(nodes, len(shape.parents))
-        self._tree = {"width": width, "branch": branch, "shape": shape}
         self._checked = False
         self.report = Report()
         for note in self.notes:
@@ -73,7 +70,8 @@ class Speculator:
         """Heads from a folder or the Hub, in the target's dtype and on its output's device."""
         heads = load_heads(source, **({"revision": revision} if revision else {}))
         weight = Tie.of(target).weight
-        return cls(target, heads.to(weight.device, target.dtype), **options)
+        torch.nn.Module.to(heads, device=weight.device, dtype=target.dtype)
+        return cls(target, heads, **options)
 
     def generate(
         self,
@@ -108,37 +106,34 @@ class Speculator:
         sink: Any = None,
         **model_kwargs: Any,
     ) -> Tensor:
-        """The decoding method ``target.generate(custom_generate=self)`` calls: padded ids [B, P] -> ids [B, P + new]."""
+        """What ``target.generate(custom_generate=self)`` calls: padded ids [B, P] -> ids [B, P + new]."""
         try:
             if model is not self.target:
-                raise ValueError("this Speculator was made for another model object: make one for the model that decodes")
+                raise ValueError(
+                    "this Speculator was made for another model object: make one for the model that decodes"
+                )
             check_call(generation_config, model_kwargs)
-            if not self._checked:
-                check_model(model, tuple(self.source.config.features or ()))
-                self._checked = True
             ids, lengths = left_aligned(input_ids, model_kwargs.get("attention_mask"), model_kwargs.get("position_ids"))
+            if not self._checked:
+                check_model(model, self.source.wants)
+                self._checked = True
             if sink is not None:
                 sink.put(input_ids.cpu())
             visit = self._emission(input_ids, logits_processor, stopping_criteria, generation_config, sink)
             text = model.config.get_text_config(decoder=True)
             limits = Limits(self.nodes, self.depth, getattr(text, "max_position_embeddings", None) or 1 << 60)
-            drafter = self._drafter(visit, input_ids.device)
+            ends = torch.tensor(sorted(visit.ends), dtype=torch.int64, device=input_ids.device)
+            drafter = self.source.drafter(model, ends)
             target = Target(model, drafter.wants, room=generation_config.max_length + self.nodes)
             report = decode(target, drafter, RULES[self.rule], visit, ids, lengths, limits)
-            report.drafter, report.rule, report.notes = self.source.config.family, self.rule, list(self.notes)
+            report.drafter, report.rule, report.notes = self.source.name, self.rule, list(self.notes)
             self.report = report
             return visit.sequences()
         finally:
             if sink is not None:
                 sink.end()
 
-    def _drafter(self, visit: Emission, device: torch.device) -> Drafter:
-        ends = torch.tensor(sorted(visit.ends), dtype=torch.int64, device=device)
-        return HeadsDrafter(self.source, Tie.of(self.target), ends, **self._tree)  # type: ignore[arg-type]
-
-    def _emission(
-        self, ids: Tensor, processors: Any, criteria: Any, config: GenerationConfig, sink: Any
-    ) -> Emission:
+    def _emission(self, ids: Tensor, processors: Any, criteria: Any, config: GenerationConfig, sink: Any) -> Emission:
         pad: Tensor | None = config._pad_token_tensor
         return Emission(
             ids,
@@ -170,7 +165,13 @@ def check_call(config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
     refused = []
     if config.get_generation_mode() not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
         refused.append(f"generation mode {config.get_generation_mode().value!r} (greedy and sampling work)")
-    for name in ("return_dict_in_generate", "output_attentions", "output_hidden_states", "output_scores", "output_logits"):
+    for name in (
+        "return_dict_in_generate",
+        "output_attentions",
+        "output_hidden_states",
+        "output_scores",
+        "output_logits",
+    ):
         if getattr(config, name, None):
             refused.append(f"{name}=True (leave it out)")
     if model_kwargs.get("use_cache") is False:
@@ -178,7 +179,9 @@ def check_call(config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
     cache = model_kwargs.get("cache") if model_kwargs.get("cache") is not None else model_kwargs.get("past_key_values")
     if cache is not None and cache.get_seq_length() > 0:
         refused.append("a cache that already holds tokens (pass the whole prompt instead)")
-    refused += [f"{k} (not understood by trees)" for k, v in model_kwargs.items() if k not in HARMLESS and v is not None]
+    refused += [
+        f"{k} (not understood by trees)" for k, v in model_kwargs.items() if k not in HARMLESS and v is not None
+    ]
     if refused:
         raise ValueError("not available with speculative decoding: " + "; ".join(refused))
 
@@ -201,6 +204,8 @@ def left_aligned(ids: Tensor, mask: Tensor | None, positions: Tensor | None) -> 
             "attention_mask must be 0 on the left and 1 from the first token to the last one of every row; "
             "pad with padding_side='left'"
         )
-    if positions is not None and bool((positions.to(ids.device) != (mask.long().cumsum(1) - 1).clamp(min=0))[mask].any()):
+    if positions is not None and bool(
+        (positions.to(ids.device) != (mask.long().cumsum(1) - 1).clamp(min=0))[mask].any()
+    ):
         raise ValueError("position_ids other than 0, 1, 2 ... per row are not available with speculative decoding")
     return ids.gather(1, (index + width - lengths[:, None]).clamp(max=width - 1)), lengths

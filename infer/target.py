@@ -30,7 +30,7 @@ class Seen(NamedTuple):
     """A prompt chunk or a finished step: tokens[:, i] is what features[:, i] led to."""
 
     tokens: Tensor  # [B, k]
-    count: Tensor  # [B] how many of the k are real
+    count: Tensor  # type: ignore[assignment]  # [B] how many of the k are real
     features: Tensor | None  # [B, k, F]
     tree: DraftTree | None = None  # after a step, with `verified`: every row, accepted or not
     verified: Verified | None = None
@@ -87,8 +87,7 @@ class Target:
         slots = self.cache.begin(tree.tokens.shape[1])
         lengths = self.cache.lengths
         mask: Any = {
-            kind: tree_mask(seen, depth, lengths, slots, window, self._dtype)
-            for kind, window in self._windows.items()
+            kind: tree_mask(seen, depth, lengths, slots, window, self._dtype) for kind, window in self._windows.items()
         }
         if len(mask) == 1:
             mask = next(iter(mask.values()))
@@ -164,7 +163,9 @@ def check_model(model: Any, wants: tuple[int, ...]) -> None:
     device = model.get_input_embeddings().weight.device
     ids = torch.arange(1, 4, device=device)[None]
     whole = model(input_ids=ids, output_hidden_states=True, use_cache=False, return_dict=True)
-    listed = model(input_ids=ids, output_hidden_states=list(wants), use_cache=False, return_dict=True) if wants else None
+    listed = (
+        model(input_ids=ids, output_hidden_states=list(wants), use_cache=False, return_dict=True) if wants else None
+    )
     for i in wants:
         picked = listed.hidden_states[i] if listed is not None and len(listed.hidden_states) > i else None
         if picked is None or not torch.equal(picked, whole.hidden_states[i]):

@@ -17,7 +17,9 @@ class DraftTree(NamedTuple):
     tokens: Tensor  # [B, n] int64
     parents: Tensor  # [B, n] int64; parents[:, 0] = -1, every other < its own index
     valid: Tensor  # [B, n] bool; padding attends to itself only
-    logq: Tensor | None = None  # [B, n] draft log-probability given the parent: for plans and pictures, never acceptance
+    logq: Tensor | None = (
+        None  # [B, n] draft log-probability given the parent: for plans and pictures, never acceptance
+    )
     drawn: Tensor | None = None  # [B, n] row of `law` a child was sampled from, -1 = deterministic
     law: Tensor | None = None  # [B, r, V] float32 exactly as sampled from, in target ids
 

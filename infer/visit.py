@@ -76,7 +76,9 @@ class Emission:
         shared = [p for p in processors if isinstance(p, ONE_ROW_ONLY)]
         if shared and self.rows > 1:
             names = sorted(type(p).__name__ for p in shared)
-            raise ValueError(f"{names} keep one state for a whole batch; {self.rows} rows were given: decode them singly")
+            raise ValueError(
+                f"{names} keep one state for a whole batch; {self.rows} rows were given: decode them singly"
+            )
         self.ids = prompt.new_full((self.rows, max(max_length, self.start)), 0 if pad is None else pad)
         self.ids[:, : self.start] = prompt
         self.pad = pad
@@ -85,7 +87,7 @@ class Emission:
         self.ends = {i for c in criteria if isinstance(c, EosTokenCriteria) for i in c.eos_token_id.tolist()}
         self._criteria = [c for c in criteria if not isinstance(c, (EosTokenCriteria, MaxLengthCriteria))]
         self._tensor_only = all(type(p) in TENSOR_ONLY for p in processors)
-        self._processors = [row_view(processors, row, self.rows) for row in range(self.rows)]
+        self._processors: list[Any] = [row_view(processors, row, self.rows) for row in range(self.rows)]
         self._verified: Verified | None = None
         self._visited: list[int] = []
         self._streamed = self.start

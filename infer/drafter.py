@@ -1,0 +1,51 @@
+"""Who guesses: what the loop asks of a source of guesses, whatever is behind it.
+
+Legend: B rows, P prompt.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from headstart.infer.grow import Budget
+from headstart.infer.target import Seen
+from headstart.infer.tree import DraftTree
+
+
+class Drafter(Protocol):
+    """One object lives for one generate call."""
+
+    wants: tuple[int, ...]  # hidden_states indices it reads, () = none
+
+    def start(self, ids: Tensor, lengths: Tensor, room: int) -> None:
+        """The left-aligned prompt [B, P], its lengths [B], and how many tokens a row may reach."""
+
+    def observe(self, seen: Seen) -> None:
+        """A chunk of the prompt, or what a step made of the guesses."""
+
+    def grow(self, root: Tensor, budget: Budget) -> DraftTree:
+        """Guesses after the last known tokens [B]."""
+
+
+class Source(Protocol):
+    """What a Speculator is made with; makes a drafter for every call."""
+
+    @property
+    def name(self) -> str:
+        """For reports."""
+
+    @property
+    def depth(self) -> int:
+        """Most guesses on a path."""
+
+    @property
+    def wants(self) -> tuple[int, ...]:
+        """hidden_states indices its drafters read."""
+
+    def check(self, model: Any) -> list[str]:
+        """Raises ValueError where this source cannot guess for ``model``; returns warnings."""
+
+    def drafter(self, model: Any, ends: Tensor) -> Drafter:
+        """A fresh drafter; nothing is guessed below the end tokens ``ends`` [e]."""

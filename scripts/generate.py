@@ -1,0 +1,157 @@
+"""`headstart generate`: decode with heads; with --compare, plain decoding beside it, in turn."""
+
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from headstart.infer.speculator import Speculator
+
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+WARM_TOKENS = 16
+
+
+class Run(NamedTuple):
+    """One prompt decoded both ways."""
+
+    name: str
+    plain: float  # tokens per second, the whole call
+    fast: float
+    tokens: int
+    tokens_per_pass: float
+    verdict: str  # "equal", or what the first difference is
+
+
+def generate(
+    prompt: Annotated[list[str] | None, typer.Argument(help="What to answer; several are answered in turn.")] = None,
+    target: Annotated[str, typer.Option(help="smollm2 (embedded), a Hub id or a model folder.")] = "smollm2",
+    heads: Annotated[str, typer.Option(help="Folder or Hub id of the heads.")] = ...,  # type: ignore[assignment]
+    prompts: Annotated[Path | None, typer.Option(help="JSON Lines file of prompts, instead of arguments.")] = None,
+    compare: Annotated[bool, typer.Option(help="Run plain decoding beside it, both warm, in turn.")] = False,
+    max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 = greedy.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Of the samples; both ways draw the same.")] = 0,
+    nodes: Annotated[int, typer.Option(help="Tree nodes a pass verifies, root included.")] = 16,
+    depth: Annotated[int | None, typer.Option(help="Guesses on the longest path; default: all the heads have.")] = None,
+    dtype: Annotated[str, typer.Option(help=f"Weights of the target: {', '.join(DTYPES)}.")] = "auto",
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; default: cuda where there is one.")] = None,
+    raw: Annotated[bool, typer.Option(help="Continue the text as it stands, without the chat template.")] = False,
+    save: Annotated[Path | None, typer.Option(help="Write the figures of --compare here, as JSON.")] = None,
+) -> None:
+    """Answer prompts with TARGET and HEADS; the text is what TARGET alone would have written."""
+    if bool(prompt) == bool(prompts):
+        raise typer.BadParameter("give prompts as arguments or a file with --prompts: one of them, not both")
+    if dtype not in DTYPES:
+        raise typer.BadParameter(f"{dtype!r}; expected one of {', '.join(DTYPES)}", param_hint="--dtype")
+    if not 0.0 <= temperature < float("inf"):
+        raise typer.BadParameter(f"{temperature}; expected 0 (greedy) or more", param_hint="--temperature")
+    import torch
+
+    from headstart.infer.embedded import load_target
+    from headstart.infer.speculator import Speculator
+
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    model, tokenizer = load_target(target, dtype=None if dtype == "auto" else getattr(torch, dtype), device=device)
+    fast = Speculator.from_pretrained(heads, model, nodes=nodes, depth=depth)
+    named = _named_prompts(prompt, prompts)
+    inputs = [(name, _ids(text, tokenizer, raw).to(device)) for name, text in named]
+    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
+    if temperature > 0:
+        options |= {"temperature": temperature, "top_k": 0}
+    if compare:
+        _compare(fast, inputs, options, seed, save)
+    else:
+        _stream(fast, tokenizer, inputs, options, seed)
+
+
+def _named_prompts(prompt: list[str] | None, prompts: Path | None) -> list[tuple[str, str]]:
+    """(name, text) of every prompt: of a file, the first user turn of each row."""
+    if prompts is None:
+        return [(f"prompt {i + 1}", text) for i, text in enumerate(prompt or [])]
+    from headstart.train.conversations import load_conversations
+
+    rows, _ = load_conversations([prompts], trainable=False)
+    return [(row.id, next(m["content"] for m in row.messages if m["role"] == "user")) for row in rows]
+
+
+def _ids(text: str, tokenizer: Any, raw: bool) -> "Tensor":
+    """Prompt ids [P]."""
+    import torch
+
+    from headstart.train.masking import prompt_ids
+
+    if raw or not tokenizer.chat_template:
+        return torch.tensor(tokenizer(text)["input_ids"])
+    return torch.tensor(prompt_ids([{"role": "user", "content": text}], tokenizer))
+
+
+def _stream(fast: "Speculator", tokenizer: Any, inputs: list[Any], options: dict[str, Any], seed: int) -> None:
+    """Answers as they come, and what the call did."""
+    import torch
+    from transformers import TextStreamer
+
+    for _, ids in inputs:
+        torch.manual_seed(seed)
+        streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        fast.generate(ids[None], attention_mask=torch.ones_like(ids[None]), streamer=streamer, **options)
+        typer.echo(f"\n{fast.report}", err=True)
+
+
+def _compare(
+    fast: "Speculator", inputs: list[Any], options: dict[str, Any], seed: int, save: Path | None
+) -> None:
+    """Plain and fast in turn on every prompt, after one short warm-up of each; a table of both."""
+    import torch
+
+    from headstart.infer.parity import first_difference
+
+    def timed(method: Any, ids: "Tensor", **changes: Any) -> tuple["Tensor", float]:
+        torch.manual_seed(seed)
+        began = time.perf_counter()
+        out = method(ids[None], attention_mask=torch.ones_like(ids[None]), **(options | changes))[0].cpu()
+        return out, (out.shape[0] - ids.shape[0]) / (time.perf_counter() - began)
+
+    for method in (fast.target.generate, fast.generate):
+        timed(method, inputs[0][1], max_new_tokens=WARM_TOKENS)
+    runs = []
+    for name, ids in inputs:
+        plain, plain_speed = timed(fast.target.generate, ids)
+        ours, fast_speed = timed(fast.generate, ids)
+        if options["do_sample"]:
+            verdict = "equal" if torch.equal(plain, ours) else "differs (sampled: a draw near a boundary)"
+        else:
+            device = ids.device
+            found = first_difference(fast.target, ids, plain.to(device), ours.to(device))
+            verdict = "equal" if found is None else str(found)
+        runs.append(
+            Run(name, plain_speed, fast_speed, ours.shape[0] - ids.shape[0], fast.report.tokens_per_pass, verdict)
+        )
+    speedup = _table(runs, f"{fast.target.dtype}".removeprefix("torch."))
+    if save is not None:
+        figures = {"median_speedup": speedup, "runs": [run._asdict() for run in runs]}
+        save.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+
+
+def _table(runs: list[Run], dtype: str) -> float:
+    """Prints one row a prompt and the medians; returns the median speedup."""
+    table = Table(title=f"plain generate and Headstart in turn, {dtype}")
+    for heading in ("prompt", "tokens", "plain tok/s", "fast tok/s", "speedup", "tokens per pass", "ids"):
+        table.add_column(heading, justify="left" if heading in ("prompt", "ids") else "right")
+    for run in runs:
+        speeds = (f"{run.plain:.1f}", f"{run.fast:.1f}", f"{run.fast / run.plain:.2f}x")
+        table.add_row(run.name, str(run.tokens), *speeds, f"{run.tokens_per_pass:.2f}", run.verdict)
+    median = statistics.median(run.fast / run.plain for run in runs)
+    passes = statistics.median(run.tokens_per_pass for run in runs)
+    equal = sum(run.verdict == "equal" for run in runs)
+    table.add_section()
+    table.add_row("median", "", "", "", f"{median:.2f}x", f"{passes:.2f}", f"{equal} of {len(runs)} equal")
+    Console(width=None if Console().is_terminal else 140).print(table)
+    return median

@@ -1,0 +1,67 @@
+"""Every source of guesses the lossless suites run with; a new family or drafter joins by one line in SOURCES."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headstart.heads import FAMILIES, DraftHeads
+from headstart.infer.draft_heads import HeadsSource
+from headstart.infer.grow import Shape
+from tests.toys import Scripted
+
+
+@dataclass(frozen=True)
+class ScriptedSource:
+    """A scripted drafter as a Source."""
+
+    make: Callable[[Any], Scripted]
+    name: str = "scripted"
+    depth: int = 4
+    wants: tuple[int, ...] = ()
+
+    def check(self, model: Any) -> list[str]:
+        return []
+
+    def drafter(self, model: Any, ends: Tensor) -> Scripted:
+        return self.make(model)
+
+
+def oracle(model: Any, depth: int = 4, **options: Any) -> ScriptedSource:
+    """Right child at a random sibling place among decoys that have children of their own."""
+    return ScriptedSource(lambda m: Scripted(m, depth=depth, **options), "oracle", depth)
+
+
+def adversary(model: Any) -> ScriptedSource:
+    """Never right."""
+    return ScriptedSource(lambda m: Scripted(m, depth=4, right=False), "adversary")
+
+
+def untrained(family: str, **options: Any) -> Callable[[Any], DraftHeads]:
+    """Fresh heads, as precise as the target."""
+
+    def make(model: Any) -> DraftHeads:
+        heads = FAMILIES[family].from_target(model, **options)
+        torch.nn.Module.to(heads, dtype=model.dtype)
+        return heads
+
+    return make
+
+
+def shaped(model: Any) -> HeadsSource:
+    """Fresh heads that fill one fixed shape."""
+    return HeadsSource(untrained("medusa")(model), shape=Shape.of([[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]]))
+
+
+SOURCES: dict[str, Callable[[Any], Any]] = {
+    "oracle": oracle,
+    "adversary": adversary,
+    "medusa": untrained("medusa"),
+    "medusa-draft-vocabulary": untrained("medusa", draft_ids=torch.arange(2, 320, 3)),
+    "medusa-two-layers": untrained("medusa", num_draft_layers=2, num_draft_heads=2),
+    "medusa-shape": shaped,
+}

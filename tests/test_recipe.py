@@ -1,0 +1,90 @@
+"""Recipes: what is written is what runs; what is wrong is named with what is allowed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from headstart.train.recipe import Recipe, load_recipe
+
+MINIMAL = "target: toy\nout: out\ndata:\n  train: [rows.jsonl]\n"
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    (tmp_path / "rows.jsonl").write_text("{}\n")
+    (tmp_path / "r.yaml").write_text(MINIMAL)
+    return tmp_path / "r.yaml"
+
+
+def test_defaults_and_overrides(recipe: Path) -> None:
+    loaded = load_recipe(recipe, ["optim.lr=5e-4", "heads.draft_vocab_size=64", "resume=false", "every.log=3"])
+    assert loaded.optim.lr == 5e-4 and loaded.heads.draft_vocab_size == 64
+    assert loaded.resume is False and loaded.every.log == 3
+    assert loaded.data.train == [str(recipe.parent / "rows.jsonl")]
+
+
+def test_data_is_found_beside_the_recipe_or_in_the_working_folder(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cwd").mkdir()
+    (tmp_path / "cwd" / "more.jsonl").write_text("{}\n")
+    monkeypatch.chdir(tmp_path / "cwd")
+    loaded = load_recipe(recipe, ["data.train+=more.jsonl"])
+    assert loaded.data.train == [str(tmp_path / "rows.jsonl"), "more.jsonl"]
+    with pytest.raises(ValueError, match="absent.jsonl"):
+        load_recipe(recipe, ["data.train+=absent.jsonl"])
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("learing_rate=1", r"learing_rate: unknown key; known here are .*'optim'"),
+        ("optim.learing_rate=1", r"optim.learing_rate: unknown key; known here are .*'lr'"),
+        ("optim.schedule=constnat", r"'cosine', 'linear' or 'constant'.*'constnat'"),
+        ("optim.warmup=1.5", r"optim.warmup: .*less than or equal to 1.*1.5"),
+        ("optim.lr=fast", r"optim.lr: .*number.*'fast'"),
+        ("heads.num_draft_heads=0", r"greater than or equal to 1"),
+        ("data.heldout=[rows.jsonl]", r"evaluation needs prompts of its own"),
+        ("wandb={nam: x}", r"known here are \['mode', 'name', 'project'\]"),
+        ("optim", r"is not key=value"),
+        ("target.x=1", r"target is not a section"),
+    ],
+)
+def test_what_is_wrong_is_named_with_what_is_allowed(recipe: Path, override: str, said: str) -> None:
+    """FC-121."""
+    with pytest.raises(ValueError, match=said):
+        load_recipe(recipe, [override])
+
+
+def test_a_missing_recipe_and_one_that_is_no_mapping(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no recipe at"):
+        load_recipe(tmp_path / "absent.yaml")
+    (tmp_path / "list.yaml").write_text("- 1\n")
+    with pytest.raises(ValueError, match="holds list"):
+        load_recipe(tmp_path / "list.yaml")
+
+
+def test_every_boolean_can_be_switched_off(recipe: Path) -> None:
+    """FC-116, by command line and by file."""
+    switches = [name for name, field in Recipe.model_fields.items() if field.annotation is bool]
+    assert switches == ["resume"]
+    for name in switches:
+        assert getattr(load_recipe(recipe, [f"{name}=false"]), name) is False
+        recipe.write_text(f"{MINIMAL}{name}: false\n")
+        assert getattr(load_recipe(recipe), name) is False
+
+
+def test_the_digest_sees_what_changes_the_result_and_nothing_else(recipe: Path) -> None:
+    same = load_recipe(recipe).digest()
+    assert load_recipe(recipe, ["every.log=1", "out=elsewhere", "evaluate.nodes=4"]).digest() == same
+    assert load_recipe(recipe, ["seed=1"]).digest() != same
+    assert load_recipe(recipe, ["optim.lr=1"]).digest() != same
+
+
+def test_the_recipes_that_ship_are_valid() -> None:
+    shipped = sorted((Path(__file__).parent.parent / "recipes").glob("medusa*.yaml"))
+    assert shipped
+    for path in shipped:
+        load_recipe(path)

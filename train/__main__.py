@@ -1,0 +1,178 @@
+"""``accelerate launch -m headstart.train recipes/medusa1-smollm2.yaml [key=value ...]``"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headstart.heads import DraftHeads, family
+from headstart.heads.vocab import choose, count_tokens, coverage
+from headstart.infer.embedded import load_target
+from headstart.train.batches import Stream
+from headstart.train.conversations import load_conversations
+from headstart.train.evaluate import Evaluation, evaluate
+from headstart.train.masking import Masked, encode, prompt_ids
+from headstart.train.recipe import Recipe, load_recipe
+from headstart.train.tracking import Tracker
+
+DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one recipe; the heads end up in ``out/heads``."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    if not args or args[0] in ("-h", "--help"):
+        print("usage: python -m headstart.train RECIPE.yaml [section.key=value ...]")
+        return 0 if args else 2
+    run(load_recipe(args[0], args[1:]))
+    return 0
+
+
+def run(recipe: Recipe) -> Path:
+    """From a recipe to a heads folder. Returns the folder."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(
+        gradient_accumulation_steps=recipe.optim.accumulation,
+        mixed_precision="bf16" if recipe.optim.precision == "bf16" else "no",
+    )
+    refuse_lonely_ranks(accelerator.num_processes)
+    torch.manual_seed(recipe.seed)
+    out = Path(recipe.out)
+    out.mkdir(parents=True, exist_ok=True)
+
+    target, tokenizer = load_target(recipe.target, dtype=DTYPES[recipe.dtype])
+    target.requires_grad_(False).eval()
+    if accelerator.device.type != "cpu":
+        target.to(accelerator.device)
+    with Tracker(recipe, out, main=accelerator.is_main_process) as tracker:
+        rows, prompts = read_data(recipe, target, tokenizer, tracker)
+        heads = make_heads(recipe, target, rows, tracker)
+        trained = train_heads(recipe, accelerator, target, heads, rows, prompts, tracker)
+        if accelerator.is_main_process:
+            trained.save_pretrained(out / "heads")
+            tracker.say(f"heads are in {out / 'heads'}")
+    accelerator.wait_for_everyone()
+    accelerator.end_training()
+    return out / "heads"
+
+
+def read_data(recipe: Recipe, target: Any, tokenizer: Any, tracker: Tracker) -> tuple[list[Masked], list[Tensor]]:
+    """Training rows with their masks, and held-out prompts as ids [P] each."""
+    conversations, report = load_conversations(recipe.data.train)
+    tracker.say(f"training conversations: {report}")
+    limit = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    rows, report = encode(
+        conversations,
+        tokenizer,
+        max_length=recipe.data.max_length,
+        position_limit=limit,
+        train_on=recipe.data.train_on,
+    )
+    supervised = sum(sum(row.supervised) for row in rows)
+    tracker.say(f"training rows: {report}; {sum(len(r.ids) for r in rows)} tokens, {supervised} of them supervised")
+    prompts: list[Tensor] = []
+    if recipe.data.heldout:
+        held, report = load_conversations(recipe.data.heldout, trainable=False)
+        tracker.say(f"held-out prompts: {report}")
+        prompts = [torch.tensor(prompt_ids(c.messages[:1], tokenizer)) for c in held]
+    return rows, prompts
+
+
+def make_heads(recipe: Recipe, target: Any, rows: Sequence[Masked], tracker: Tracker) -> DraftHeads:
+    """Fresh heads of the recipe's family, with a draft vocabulary counted on the training answers."""
+    options = recipe.heads.model_dump(exclude={"family", "draft_vocab_size"})
+    chosen = None
+    if recipe.heads.draft_vocab_size is not None:
+        counts = count_tokens(rows, target.config.get_text_config(decoder=True).vocab_size)
+        ends = target.generation_config.eos_token_id
+        always = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+        chosen = choose(counts, recipe.heads.draft_vocab_size, always)
+        share = coverage(counts, chosen)
+        tracker.say(f"draft vocabulary: {chosen.numel()} of {counts.numel()} tokens, {share:.1%} of the answers")
+    heads = family(recipe.heads.family).from_target(target, draft_ids=chosen, seed=recipe.seed, **options)
+    heads.config.target_name = recipe.target if not Path(recipe.target).exists() else Path(recipe.target).name
+    parameters = sum(p.numel() for p in heads.parameters())
+    tracker.say(f"{recipe.heads.family} heads: {parameters / 1e6:.2f} M trainable parameters, target frozen")
+    return heads
+
+
+def train_heads(
+    recipe: Recipe,
+    accelerator: Any,
+    target: Any,
+    heads: DraftHeads,
+    rows: Sequence[Masked],
+    prompts: Sequence[Tensor],
+    tracker: Tracker,
+) -> DraftHeads:
+    """The recipe taken apart into plain arguments of the loop."""
+    from headstart.train.loop import Plan, train
+
+    optim, every = recipe.optim, recipe.every
+    stream = Stream(rows, optim.batch_size, recipe.seed)
+    steps = stream.steps(optim.epochs, optim.accumulation * accelerator.num_processes)
+    plan = Plan(
+        steps=min(steps, optim.max_steps or steps),
+        lr=optim.lr,
+        warmup=optim.warmup,
+        schedule=optim.schedule,
+        weight_decay=optim.weight_decay,
+        betas=optim.betas,
+        clip=optim.clip,
+        accumulation=optim.accumulation,
+        divergence=recipe.loss.divergence,
+        weights=tuple(recipe.loss.depth_decay**d for d in range(recipe.heads.num_draft_heads)),
+        log_every=every.log,
+        evaluate_every=every.evaluate,
+        save_every=every.save,
+        keep=every.keep,
+    )
+    tracker.begin(plan.steps)
+
+    def measure(trained: DraftHeads) -> Evaluation:
+        options = recipe.evaluate
+        return evaluate(target, trained, prompts, max_new_tokens=options.max_new_tokens, nodes=options.nodes)
+
+    return train(
+        accelerator,
+        target,
+        heads,
+        stream,
+        plan,
+        Path(recipe.out),
+        f"{recipe.digest()}-{data_digest(rows)}",
+        evaluate=measure if prompts else None,
+        tell=tracker.tell,
+        resume=recipe.resume,
+    )
+
+
+def data_digest(rows: Sequence[Masked]) -> str:
+    """Names the training set: two runs with the same one may continue each other."""
+    digest = hashlib.sha256()
+    for row in rows:
+        digest.update(json.dumps([row.ids, [int(s) for s in row.supervised]]).encode())
+    return digest.hexdigest()[:16]
+
+
+def refuse_lonely_ranks(processes: int) -> None:
+    """Raises ValueError where the launcher started ranks that do not know of each other."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world != processes:
+        raise ValueError(
+            f"the launcher started {world} processes, accelerate sees {processes}: each would train alone. On CPU use "
+            "ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes N -m headstart.train ..."
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

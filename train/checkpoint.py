@@ -1,0 +1,85 @@
+"""Checkpoints: written beside, synced, renamed. A kill at any instant leaves the last complete one.
+
+out/checkpoints/step-000200/   heads/  state.pt (optimizer, random state)  state.json (step, digests)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from headstart.heads import DraftHeads
+
+COMPLETE = "state.json"  # written last
+VERSION = 1
+
+
+class Restored(NamedTuple):
+    """Where a run stood."""
+
+    step: int
+    folder: Path
+    state: dict[str, Any]  # optimizer and random state, plain tensors and numbers
+    facts: dict[str, Any]  # state.json
+
+
+def save(out: Path, step: int, heads: DraftHeads, state: dict[str, Any], facts: dict[str, Any], keep: int) -> Path:
+    """Writes step ``step`` atomically and keeps the newest ``keep``. Returns the folder."""
+    folder = out / "checkpoints" / f"step-{step:06d}"
+    partial = folder.with_name(f".{folder.name}.{os.getpid()}")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    heads.save_pretrained(partial / "heads")
+    torch.save(state, partial / "state.pt")
+    (partial / COMPLETE).write_text(json.dumps({"version": VERSION, "step": step} | facts, indent=1))
+    for path in (*partial.rglob("*"), partial):
+        sync(path)
+    if folder.exists():
+        shutil.rmtree(folder)
+    partial.rename(folder)
+    sync(folder.parent)
+    for old in complete(out)[:-keep]:
+        shutil.rmtree(old)
+    return folder
+
+
+def complete(out: Path) -> list[Path]:
+    """Complete checkpoints in ``out``, oldest first, by step number."""
+    found = (out / "checkpoints").glob("step-*")
+    return sorted((f for f in found if (f / COMPLETE).is_file()), key=lambda f: int(f.name.split("-")[1]))
+
+
+def latest(out: Path, digest: str) -> Restored | None:
+    """The newest complete checkpoint, or None. Leftovers of a killed writer are removed.
+
+    Raises ValueError where ``out`` holds a run of another recipe or data (``digest``): nothing is overwritten.
+    """
+    for leftover in (out / "checkpoints").glob(".step-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    found = complete(out)
+    if not found:
+        return None
+    facts = json.loads((found[-1] / COMPLETE).read_text())
+    if facts["version"] > VERSION:
+        raise ValueError(f"{found[-1]} has checkpoint version {facts['version']}, this release reads up to {VERSION}")
+    if facts["digest"] != digest:
+        raise ValueError(
+            f"{out} holds a run with another recipe, target or data than this one; "
+            "give another out=FOLDER, or remove the old run"
+        )
+    state = torch.load(found[-1] / "state.pt", map_location="cpu", weights_only=True)
+    return Restored(facts["step"], found[-1], state, facts)
+
+
+def sync(path: Path) -> None:
+    """Flushes a file or folder to disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

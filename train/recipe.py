@@ -1,0 +1,203 @@
+"""Recipe: one YAML file is one run. Unknown keys are refused by name; ``key=value`` overrides go on top.
+
+The recipe ends at the door: the loop takes plain arguments out of it and hands no config objects on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+
+class Part(BaseModel):
+    """A section of a recipe; a key it does not know is an error."""
+
+    model_config = ConfigDict(extra="forbid", validate_default=True)
+
+
+class HeadsPart(Part):
+    """Which heads, and their shape."""
+
+    family: str = "medusa"
+    """Key of ``headstart.heads.FAMILIES``."""
+    num_draft_heads: int = Field(default=4, ge=1)
+    """Guesses after the root on the longest path."""
+    num_draft_layers: int = Field(default=1, ge=1)
+    """Residual blocks a head."""
+    draft_vocab_size: int | None = Field(default=None, ge=1)
+    """Most frequent tokens of the training answers that the heads can say; null = all, through the target's output."""
+
+
+class DataPart(Part):
+    """What is trained on. Paths are relative to the recipe's folder, or to the working folder."""
+
+    train: list[str] = Field(min_length=1)
+    """Files or folders of conversations with answers (messages, ShareGPT or prompt and answer)."""
+    heldout: list[str] = []
+    """Files of prompts that evaluation decodes; never trained on."""
+    max_length: int = Field(default=512, ge=8)
+    """Tokens a row; longer ones are cut and counted."""
+    train_on: Literal["assistant", "all"] = "assistant"
+    """"all" supervises user and system tokens too."""
+
+
+class OptimPart(Part):
+    """AdamW and its schedule, counted in optimizer steps."""
+
+    lr: float = Field(default=1e-3, gt=0)
+    warmup: float = Field(default=0.05, ge=0, le=1)
+    """Share of the steps in which the learning rate rises linearly from zero."""
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """How it falls afterwards, to zero at the last step."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    clip: float = Field(default=1.0, gt=0)
+    """Largest norm of the gradient."""
+    batch_size: int = Field(default=8, ge=1)
+    """Rows a forward, on each process."""
+    accumulation: int = Field(default=1, ge=1)
+    """Forwards an optimizer step."""
+    epochs: float = Field(default=1.0, gt=0)
+    max_steps: int | None = Field(default=None, ge=1)
+    """Ends the run earlier than ``epochs`` where given."""
+    precision: Literal["fp32", "bf16"] = "bf16"
+    """Of the heads' matmuls; weights, losses and optimizer stay float32."""
+
+
+class LossPart(Part):
+    """How a guess is compared with the target's law."""
+
+    divergence: Literal["soft_ce", "kl"] = "soft_ce"
+    depth_decay: float = Field(default=0.8, gt=0, le=1)
+    """Weight of a depth, as a factor per depth (Medusa: 0.8)."""
+
+
+class EveryPart(Part):
+    """Intervals, all in optimizer steps; 0 = only at the end."""
+
+    log: int = Field(default=10, ge=1)
+    evaluate: int = Field(default=100, ge=0)
+    save: int = Field(default=200, ge=0)
+    keep: int = Field(default=2, ge=1)
+    """Checkpoints kept."""
+
+
+class EvaluatePart(Part):
+    """Evaluation decodes the held-out prompts with the real tree decoder."""
+
+    max_new_tokens: int = Field(default=64, ge=1)
+    nodes: int = Field(default=16, ge=1)
+    """Nodes a pass, root included."""
+
+
+class WandbPart(Part):
+    """Tracking on Weights & Biases, when asked for."""
+
+    project: str
+    name: str | None = None
+    mode: Literal["online", "offline", "disabled"] = "online"
+
+
+class Recipe(Part):
+    """A whole run."""
+
+    target: str
+    """``smollm2``, a folder, or a Hub id."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Of the frozen target."""
+    out: str
+    """Folder of the run: heads, checkpoints, log.jsonl."""
+    seed: int = 0
+    resume: bool = True
+    """Go on from the last complete checkpoint in ``out``."""
+    heads: HeadsPart = HeadsPart()
+    data: DataPart
+    optim: OptimPart = OptimPart()
+    loss: LossPart = LossPart()
+    every: EveryPart = EveryPart()
+    evaluate: EvaluatePart = EvaluatePart()
+    wandb: WandbPart | None = None
+
+    @model_validator(mode="after")
+    def _heldout_is_not_trained_on(self) -> Recipe:
+        both = sorted(set(self.data.train) & set(self.data.heldout))
+        if both:
+            raise ValueError(f"{both} is named in data.train and in data.heldout; evaluation needs prompts of its own")
+        return self
+
+    def digest(self) -> str:
+        """What must stay the same for a run to go on: everything but where, how long and how often."""
+        same = self.model_dump(exclude={"out", "resume", "every", "wandb", "evaluate"})
+        return hashlib.sha256(yaml.safe_dump(same, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a YAML recipe and put ``section.key=value`` overrides on top (values are YAML).
+
+    Raises ValueError that lists every wrong key or value with what is allowed there.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"no recipe at {path}; a YAML file was expected, for example recipes/medusa1-smollm2.yaml")
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is not YAML: {error}") from error
+    if not isinstance(tree, dict):
+        raise ValueError(f"{path} holds {type(tree).__name__}; a mapping with target, out and data was expected")
+    for override in overrides:
+        _override(tree, override)
+    try:
+        recipe = Recipe.model_validate(tree)
+    except ValidationError as error:
+        raise ValueError(f"{path}: " + "\n  ".join(["what is wrong:", *map(_explain, error.errors())])) from None
+    for part in ("train", "heldout"):
+        setattr(recipe.data, part, [_find(name, path.parent) for name in getattr(recipe.data, part)])
+    return recipe
+
+
+def _override(tree: dict[str, Any], text: str) -> None:
+    """``a.b=value`` into ``tree``; ``a.b+=value`` appends to a list."""
+    key, sign, value = text.partition("=")
+    if not sign or not key:
+        raise ValueError(f"override {text!r} is not key=value, for example optim.lr=5e-4")
+    append, *names = key.endswith("+"), *key.removesuffix("+").split(".")
+    at: Any = tree
+    for name in names[:-1]:
+        at = at.setdefault(name, {})
+        if not isinstance(at, dict):
+            raise ValueError(f"override {text!r}: {name} is not a section")
+    parsed = _value(value)
+    at[names[-1]] = [*at.get(names[-1], []), parsed] if append else parsed
+
+
+def _value(text: str) -> Any:
+    """YAML, but 1e-3 is a number (YAML 1.1 takes it for text)."""
+    try:
+        return float(text) if "e" in text.lower() and text.lower()[:1] in "0123456789.-+" else yaml.safe_load(text)
+    except ValueError:
+        return yaml.safe_load(text)
+
+
+def _explain(error: Any) -> str:
+    where = ".".join(str(part) for part in error["loc"]) or "recipe"
+    if error["type"] != "extra_forbidden":
+        return f"{where}: {error['msg']}; got {error.get('input')!r}"
+    part: Any = Recipe
+    for name in error["loc"][:-1]:
+        part = part.model_fields[name].annotation
+        part = WandbPart if name == "wandb" else part
+    return f"{where}: unknown key; known here are {sorted(part.model_fields)}"
+
+
+def _find(name: str, folder: Path) -> str:
+    """A data path as it stands in the recipe's folder, else in the working folder. Raises ValueError naming both."""
+    for candidate in (folder / name, Path(name)):
+        if candidate.exists():
+            return str(candidate)
+    raise ValueError(f"data {name!r} is neither in the recipe's folder ({folder}) nor in the working folder")
