@@ -8,7 +8,7 @@ target's own output at t already says token t + 1. The teacher of that predictio
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -99,6 +99,10 @@ class DraftHeads(PreTrainedModel):
 
     def start_from(self, tie: Tie) -> None:
         """Weights that begin as the target's; called once for fresh heads, after ``draft_ids`` is set."""
+
+    def fit(self, batches: Iterable[Batch], tie: Tie) -> bool:
+        """A better start solved in closed form from some batches, before the first step; False where there is none."""
+        return False
 
     # making ---------------------------------------------------------------------------------------------------------
 

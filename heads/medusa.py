@@ -6,17 +6,19 @@ Every head has its own residual blocks, which start as the identity. The output 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from headstart.heads.base import Batch, DraftHeads
+from headstart.heads.base import Batch, DraftHeads, predictions
 from headstart.heads.config import HeadsConfig
 from headstart.heads.layers import ResBlock, stack
 from headstart.heads.tie import Tie
+
+RIDGE = 0.003  # of the mean feature power: the best of 0.001 to 1 on held-out answers of SmolLM2-135M
 
 
 @dataclass
@@ -50,6 +52,34 @@ class Medusa(DraftHeads):
             with torch.no_grad():
                 for output in self.outputs:
                     output.get_parameter("weight").copy_(rows)
+
+    @torch.no_grad()
+    def fit(self, batches: Iterable[Batch], tie: Tie) -> bool:
+        """Each head's output becomes the target's rows after a least-squares map from the feature at a slot to the
+        target's last hidden state 1 + d positions on: what a linear head can know, without a step of descent.
+
+        Works with a draft vocabulary only: the target's own output cannot take the map in. Ridge 0.003 of the mean
+        feature power; sums in float64.
+        """
+        if self.outputs is None:
+            return False
+        width, heads = self.config.target_hidden_size, len(self.outputs)
+        power = torch.zeros(heads, width, width, dtype=torch.float64, device=tie.weight.device)
+        cross = torch.zeros_like(power)
+        for batch in batches:
+            features, last = batch.features.flatten(0, 1).double(), batch.last.flatten(0, 1).double()
+            for d in range(heads):
+                label = predictions(batch.supervised, batch.document, d).flatten().nonzero().squeeze(1)
+                x, y = features[label - 2 - d], last[label - 1]
+                power[d] += x.T @ x
+                cross[d] += x.T @ y
+        ridge = RIDGE * power.diagonal(dim1=1, dim2=2).mean(1).clamp(min=1e-12)
+        maps = torch.linalg.solve(power + torch.diag_embed(ridge[:, None].expand(-1, width)), cross)  # [K, H, H]
+        assert self.draft_ids is not None
+        rows = tie.weight[self.draft_ids.to(tie.weight.device)].double()
+        for output, forward in zip(self.outputs, maps, strict=True):
+            output.get_parameter("weight").copy_(rows @ forward.T)
+        return True
 
     def unroll(self, batch: Batch, tie: Tie) -> Iterator[tuple[Tensor, Tensor]]:
         """One depth a head, all of them over every slot: [B, T] and [B, T, H]."""

@@ -105,9 +105,7 @@ def _stream(fast: "Speculator", tokenizer: Any, inputs: list[Any], options: dict
         typer.echo(f"\n{fast.report}", err=True)
 
 
-def _compare(
-    fast: "Speculator", inputs: list[Any], options: dict[str, Any], seed: int, save: Path | None
-) -> None:
+def _compare(fast: "Speculator", inputs: list[Any], options: dict[str, Any], seed: int, save: Path | None) -> None:
     """Plain and fast in turn on every prompt, after one short warm-up of each; a table of both."""
     import torch
 

@@ -1,5 +1,7 @@
 """BT of the field cases: a byte-level tokenizer built in code. Ids 0-63 are special, 64-319 are the bytes."""
 
+from collections.abc import Sequence
+
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
@@ -19,13 +21,20 @@ STRICT = (
 )
 
 
+Merge = tuple[str, str]
+
+
 def byte_tokenizer(
-    *, strict: bool = False, template: str | None = None, adds_start: bool = False
+    *, strict: bool = False, template: str | None = None, adds_start: bool = False, merges: Sequence[Merge] = ()
 ) -> PreTrainedTokenizerFast:
-    """BT (strict: BT-strict). template: another chat template; adds_start: put the start token before every text."""
+    """BT (strict: BT-strict). template: another chat template; adds_start: put the start token before every text.
+
+    merges: pairs of byte letters ("Ġ" is a space, "Ċ" a line end) that become tokens of their own, from id 320 on.
+    """
     letters = _byte_letters()
     vocab = {token: i for i, token in enumerate(SPECIALS)} | {letters[b]: 64 + b for b in range(256)}
-    core = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    vocab |= {one + two: 320 + i for i, (one, two) in enumerate(merges)}
+    core = Tokenizer(models.BPE(vocab=vocab, merges=list(merges)))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     core.decoder = decoders.ByteLevel()
     core.add_special_tokens(SPECIALS)

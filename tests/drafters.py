@@ -33,12 +33,24 @@ class ScriptedSource:
 
 def oracle(model: Any, depth: int = 4, **options: Any) -> ScriptedSource:
     """Right child at a random sibling place among decoys that have children of their own."""
-    return ScriptedSource(lambda m: Scripted(m, depth=depth, **options), "oracle", depth)
+    return ScriptedSource(_sharing(depth=depth, **options), "oracle", depth)
 
 
 def adversary(model: Any) -> ScriptedSource:
     """Never right."""
-    return ScriptedSource(lambda m: Scripted(m, depth=4, right=False), "adversary")
+    return ScriptedSource(_sharing(depth=4, right=False), "adversary")
+
+
+def _sharing(**options: Any) -> Callable[[Any], Scripted]:
+    """Drafters of one source share what they found out about the target: it is asked once for a text."""
+    known: dict[tuple[int, ...], int] = {}
+
+    def make(model: Any) -> Scripted:
+        drafter = Scripted(model, **options)
+        drafter.known = known
+        return drafter
+
+    return make
 
 
 def untrained(family: str, **options: Any) -> Callable[[Any], DraftHeads]:

@@ -15,7 +15,9 @@ from headstart.infer.tree import DraftTree
 class Script:
     """A visit whose draws are fixed per node and row; records what it was asked."""
 
-    def __init__(self, draws: list[dict[int, int]], stops: set[int] | None = None, finished: set[int] | None = None) -> None:
+    def __init__(
+        self, draws: list[dict[int, int]], stops: set[int] | None = None, finished: set[int] | None = None
+    ) -> None:
         self.draws, self.stops, self.finished = draws, stops or set(), finished or set()
         self.asked: list[list[int]] = []
 

@@ -69,7 +69,9 @@ save(out, 3)
 def test_a_kill_in_the_middle_of_a_save_leaves_the_one_before(tmp_path: Path) -> None:
     """FC-049: signal 9 inside the third save."""
     root = str(Path(__file__).parent.parent)
-    child = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], cwd=root, env=os.environ | {"PYTHONPATH": root})
+    child = subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(tmp_path)], cwd=root, env=os.environ | {"PYTHONPATH": root}
+    )
     deadline = time.monotonic() + 120
     while not (tmp_path / "writing").exists():
         assert child.poll() is None and time.monotonic() < deadline

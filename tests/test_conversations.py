@@ -190,14 +190,15 @@ def test_folders_are_read_by_name_and_jsonl_wins(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "error"),
+    ("name", "text", "error"),
     [
-        ('{"id": 1}\n\n{"id": 2\n', r"rows.jsonl:3: .*expected one JSON object a line"),
-        ('{"id": 1}\n[1]\n', r"rows.jsonl:2: found of type list, expected an object"),
+        ("rows.jsonl", '{"id": 1}\n\n{"id": 2\n', r"rows.jsonl:3: .*expected one JSON object a line"),
+        ("rows.json", '[\n{"id": 1},\n{"id": 2\n]', r"rows.json:4: "),
+        ("rows.jsonl", '{"id": 1}\n[1]\n', r"rows.jsonl:2: found of type list, expected an object"),
     ],
 )
-def test_broken_text_names_file_and_line(tmp_path: Path, text: str, error: str) -> None:
-    path = tmp_path / "rows.jsonl"
+def test_broken_text_names_file_and_line(tmp_path: Path, name: str, text: str, error: str) -> None:
+    path = tmp_path / name
     path.write_text(text, encoding="utf-8")
     with pytest.raises(ValueError, match=error):
         list(read_rows(path))

@@ -56,7 +56,10 @@ def disturbed(heads: DraftHeads) -> DraftHeads:
 
 def test_the_loss_equals_the_reference(draft_ids: Tensor | None) -> None:
     target = llama()
-    heads, tie = disturbed(FAMILIES["medusa"].from_target(target, draft_ids=draft_ids, num_draft_heads=3)), Tie.of(target)
+    heads, tie = (
+        disturbed(FAMILIES["medusa"].from_target(target, draft_ids=draft_ids, num_draft_heads=3)),
+        Tie.of(target),
+    )
     weights = [1.0, 0.5, 0.25]
     losses = heads(batch(), tie, weights=weights)
     expected, counts = medusa_loss(heads, batch(), tie, weights)
@@ -264,3 +267,30 @@ def test_config_reads_back_its_fields(tmp_path: Path) -> None:
     HeadsConfig(family="medusa", features=[3], num_draft_heads=2).save_pretrained(tmp_path)
     again = HeadsConfig.from_pretrained(tmp_path)
     assert (again.family, again.features, again.num_draft_heads, again.format_version) == ("medusa", [3], 2, 1)
+
+
+def test_the_closed_form_start_finds_a_linear_map() -> None:
+    """Features that a fixed map carries from slot to slot are guessed right by every head, without a step."""
+    target = llama()
+    tie = Tie.of(target)
+    g = torch.Generator().manual_seed(0)
+    turn = torch.linalg.qr(torch.randn(64, 64, generator=g)).Q
+    states = [torch.randn(8, 64, generator=g)]
+    for _ in range(23):
+        states.append(states[-1] @ turn)
+    features = torch.stack(states, 1)
+    supervised = torch.ones(8, 24, dtype=torch.bool)
+    data = Batch(torch.full((8, 24), 5), supervised, torch.zeros(8, 24).long(), features, features)
+    heads = FAMILIES["medusa"].from_target(target, draft_ids=torch.arange(VOCAB))
+    before = heads(data, tie, weights=[1.0] * 4)
+    assert heads.fit([data], tie)
+    after = heads(data, tie, weights=[1.0] * 4)
+    assert (before.correct / before.count).max() < 0.5
+    assert (after.correct / after.count).min() > 0.95
+    assert not FAMILIES["medusa"].from_target(target).fit([data], tie)  # the target's own output cannot take it in
+
+
+def test_loading_names_a_folder_without_weights(tmp_path: Path) -> None:
+    HeadsConfig(family="medusa", target_hidden_size=64, features=[4]).save_pretrained(tmp_path)
+    with pytest.raises(OSError, match=r"model\.safetensors"):
+        load_heads(str(tmp_path))

@@ -33,7 +33,7 @@ def test_data_is_found_beside_the_recipe_or_in_the_working_folder(
     monkeypatch.chdir(tmp_path / "cwd")
     loaded = load_recipe(recipe, ["data.train+=more.jsonl"])
     assert loaded.data.train == [str(tmp_path / "rows.jsonl"), "more.jsonl"]
-    with pytest.raises(ValueError, match="absent.jsonl"):
+    with pytest.raises(ValueError, match=r"absent\.jsonl"):
         load_recipe(recipe, ["data.train+=absent.jsonl"])
 
 

@@ -56,7 +56,9 @@ def test_the_end_token_stops_wherever_it_stands_in_a_block(depth: int) -> None:
 
 def test_the_end_token_stops_for_every_source(source: Any) -> None:
     model = c64(eos=13)
-    out = Speculator(model, source(model)).generate(torch.tensor([[5]]), max_new_tokens=40, do_sample=False, pad_token_id=0)
+    out = Speculator(model, source(model)).generate(
+        torch.tensor([[5]]), max_new_tokens=40, do_sample=False, pad_token_id=0
+    )
     assert out[0].tolist() == list(range(5, 14))
 
 
@@ -94,7 +96,9 @@ def test_without_an_end_token_it_runs_to_the_limit(source: Any) -> None:
     model.generation_config.eos_token_id = None
     ids = torch.tensor([[5, 6, 7, 8, 9, 10, 11, 7, 8]])
     expected = model.generate(ids, max_new_tokens=30, do_sample=False)
-    assert Speculator(model, source(model)).generate(ids, max_new_tokens=30, do_sample=False).tolist() == expected.tolist()
+    assert (
+        Speculator(model, source(model)).generate(ids, max_new_tokens=30, do_sample=False).tolist() == expected.tolist()
+    )
 
 
 def test_each_row_of_a_batch_ends_at_its_own_end_token() -> None:
@@ -113,7 +117,9 @@ def test_positions_end_where_the_target_ends(source: Any) -> None:
     model.generation_config.eos_token_id = None
     asked: list[int] = []
     hook = model.register_forward_pre_hook(
-        lambda module, args, kwargs: asked.append(int(kwargs["position_ids"].max())) if "position_ids" in kwargs else None,
+        lambda module, args, kwargs: (
+            asked.append(int(kwargs["position_ids"].max())) if "position_ids" in kwargs else None
+        ),
         with_kwargs=True,
     )
     ids = torch.randint(3, VOCAB, (1, 30))
@@ -130,7 +136,9 @@ def test_short_prompts(source: Any, length: int) -> None:
     model = llama().double()
     ids = torch.randint(3, VOCAB, (1, length))
     expected = model.generate(ids, max_new_tokens=20, do_sample=False)
-    assert Speculator(model, source(model)).generate(ids, max_new_tokens=20, do_sample=False).tolist() == expected.tolist()
+    assert (
+        Speculator(model, source(model)).generate(ids, max_new_tokens=20, do_sample=False).tolist() == expected.tolist()
+    )
 
 
 def test_the_cache_holds_what_was_kept_after_each_round() -> None:
@@ -197,7 +205,9 @@ def test_stop_strings_inside_a_block() -> None:
     model = chain(dict(zip(ids, [*ids[1:], ids[0]], strict=True)))
     fast, sink = Speculator(model, oracle(model, depth=8), nodes=64), Sink()
     start = torch.tensor([ids[:1]])
-    out = fast.generate(start, max_new_tokens=20, do_sample=False, tokenizer=tokenizer, stop_strings="STOP", streamer=sink)
+    out = fast.generate(
+        start, max_new_tokens=20, do_sample=False, tokenizer=tokenizer, stop_strings="STOP", streamer=sink
+    )
     expected = model.generate(start, max_new_tokens=20, do_sample=False, tokenizer=tokenizer, stop_strings="STOP")
     assert out.tolist() == expected.tolist() and out[0].tolist() == ids[:6]
     assert sink.tokens == ids[1:6] and fast.report.tokens == 5
@@ -216,9 +226,13 @@ def test_custom_criteria_see_one_token_at_a_time() -> None:
 
     model = c64()
     plain, ours = Recorder(), Recorder()
-    model.generate(torch.tensor([[5]]), max_new_tokens=30, do_sample=False, stopping_criteria=StoppingCriteriaList([plain]))
+    model.generate(
+        torch.tensor([[5]]), max_new_tokens=30, do_sample=False, stopping_criteria=StoppingCriteriaList([plain])
+    )
     fast = Speculator(model, oracle(model, depth=8), nodes=64)
-    fast.generate(torch.tensor([[5]]), max_new_tokens=30, do_sample=False, stopping_criteria=StoppingCriteriaList([ours]))
+    fast.generate(
+        torch.tensor([[5]]), max_new_tokens=30, do_sample=False, stopping_criteria=StoppingCriteriaList([ours])
+    )
     assert ours.seen == plain.seen and ours.seen[-1][-1] == 17
 
 

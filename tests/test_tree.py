@@ -34,7 +34,9 @@ def test_a_chain_is_as_deep_as_it_is_long() -> None:
 
 
 def test_padding_sees_itself_only_and_nobody_sees_it() -> None:
-    tree = DraftTree(torch.zeros(1, 4).long(), torch.tensor([[-1, 0, -1, -1]]), torch.tensor([[True, True, False, False]]))
+    tree = DraftTree(
+        torch.zeros(1, 4).long(), torch.tensor([[-1, 0, -1, -1]]), torch.tensor([[True, True, False, False]])
+    )
     seen = visible(tree)[0]
     assert seen[2].tolist() == [False, False, True, False]
     assert seen[:, 2].tolist() == [False, False, True, False]

@@ -84,7 +84,7 @@ def c64(eos: int | None = None) -> Any:
 
 
 class Scripted:
-    """A drafter with a script: ``propose(ids, depth)`` gives the next token or tokens after ids, best first.
+    """A drafter that knows the target's greedy continuation.
 
     Under every node it hangs one right child at a random sibling place among ``decoys`` wrong ones, which have children
     of their own; ``right`` = False leaves the right one out (an adversary).
@@ -96,6 +96,7 @@ class Scripted:
         self.model, self.depth, self.decoys, self.right = model, depth, decoys, right
         self.generator = torch.Generator().manual_seed(seed)
         self.rows: list[list[int]] = []
+        self.known: dict[tuple[int, ...], int] = {}
 
     def start(self, ids: Tensor, lengths: Tensor, room: int) -> None:
         self.rows = [row[:n].tolist() for row, n in zip(ids, lengths.tolist(), strict=True)]
@@ -139,13 +140,11 @@ class Scripted:
     def _truth(self, ids: list[int], depth: int) -> list[int]:
         grown = list(ids)
         for _ in range(depth):
-            logits = self.model(torch.tensor([grown])).logits[0, -1]
-            grown.append(int(self.choose(logits, grown)))
+            key = tuple(grown)
+            if key not in self.known:
+                self.known[key] = int(self.model(torch.tensor([grown])).logits[0, -1].argmax())
+            grown.append(self.known[key])
         return grown[len(ids) :]
-
-    def choose(self, logits: Tensor, ids: list[int]) -> int:
-        """What the oracle takes for the right next token; greedy unless a test says otherwise."""
-        return int(logits.argmax())
 
     def _random(self, count: int) -> list[int]:
         vocab = self.model.config.vocab_size

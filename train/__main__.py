@@ -135,6 +135,7 @@ def train_heads(
         evaluate_every=every.evaluate,
         save_every=every.save,
         keep=every.keep,
+        fit_batches=optim.fit_batches,
     )
     tracker.begin(plan.steps)
 

@@ -60,19 +60,15 @@ def distill(
     Raises ValueError if `out` holds answers that were made otherwise.
     """
     if max_new_tokens < 1 or batch_size < 1 or not temperatures or min(temperatures) < 0:
-        raise ValueError(
-            f"max_new_tokens {max_new_tokens}, batch_size {batch_size}, temperatures {list(temperatures)}; expected "
-            "at least one token, one row and one temperature of 0 or more"
-        )
-    report = Report()
+        given = f"max_new_tokens {max_new_tokens}, batch_size {batch_size}, temperatures {list(temperatures)}"
+        raise ValueError(f"{given}; expected at least one token, one row and one temperature of 0 or more")
     sampler = _Sampler(target, tokenizer, max_new_tokens, dict(template_kwargs or {}))
     sampling = {"max_new_tokens": max_new_tokens, "temperatures": list(temperatures), "top_k": 0, "top_p": 1.0}
     made = sampler.identity(target_id) | {"sampling": {**sampling, "seed": seed, "drop_loops": drop_loops}}
-    store = _Store(Path(out), made)
-    todo = _keyed(prompts, report)
-    total = len(todo)
-    todo = {key: messages for key, messages in todo.items() if key not in store.done}
-    done, tokens, began = total - len(todo), 0, time.monotonic()
+    store, report = _Store(Path(out), made), Report()
+    asked = _keyed(prompts, report)
+    todo = {key: messages for key, messages in asked.items() if key not in store.done}
+    done, tokens, began = len(asked) - len(todo), 0, time.monotonic()
     try:
         for temperature, keys in _batches(todo, sampler, batch_size, temperatures, seed, report):
             if seconds is not None and time.monotonic() - began >= seconds:
@@ -80,12 +76,11 @@ def distill(
             with torch.random.fork_rng():
                 torch.manual_seed(_number(seed, *keys))
                 answers = sampler.answer([todo[key] for key in keys], temperature)
-            if drop_loops:
-                answers = [_without_loops(answer, tokenizer) for answer in answers]
+            answers = [_without_loops(answer, tokenizer) for answer in answers] if drop_loops else answers
             store.add(keys, answers, temperature)
             done, tokens = done + len(keys), tokens + sum(answer.tokens for answer in answers)
             if progress is not None:
-                progress(done, total, tokens)
+                progress(done, len(asked), tokens)
     finally:
         store.close()
     for key, reason in store.dropped.items():
@@ -124,10 +119,9 @@ class _Sampler:
 
     def identity(self, target_id: str | None) -> dict[str, Any]:
         """What an answer depends on besides the sampling: target, chat template and its arguments."""
-        text = self.tokenizer.get_chat_template()
         return {
             "target": target_id or Path(self.target.config._name_or_path).name,
-            "template_sha256": hashlib.sha256(text.encode()).hexdigest(),
+            "template_sha256": hashlib.sha256(self.tokenizer.get_chat_template().encode()).hexdigest(),
             "template_kwargs": self.template,
         }
 

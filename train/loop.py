@@ -45,6 +45,7 @@ class Plan:
     evaluate_every: int  # 0 = only at the end
     save_every: int  # 0 = only at the end
     keep: int
+    fit_batches: int = 0  # micro-batches whose features give the heads a start in closed form
 
 
 class Progress(NamedTuple):
@@ -82,9 +83,10 @@ def train(
     ``digest`` names recipe and data: a checkpoint of another one in ``out`` is an error. ``evaluate`` runs on the main
     process; ``tell`` hears of every logged step and evaluation.
     """
-    tie = Tie.of(target)
+    tie, wants = Tie.of(target), list(heads.config.features or ())
     optimizer = torch.optim.AdamW(heads.parameters(), lr=plan.lr, betas=plan.betas, weight_decay=plan.weight_decay)
     first = _restore(out, digest, heads, optimizer) if resume else 0
+    known = _fit(target, heads, stream, plan, tie) if first == 0 else {}
     model, optimizer = accelerator.prepare(heads, optimizer)
     meter = Meter(len(plan.weights))
     skipped = 0
@@ -105,7 +107,8 @@ def train(
     model.train()
     for step in range(first, plan.steps):
         # a whole window, and what there is to learn in it on all ranks
-        window = [online(target, stream[i], _wants(heads)) for i in _micro_batches(step, plan, accelerator)]
+        places = _micro_batches(step, plan, accelerator)
+        window = [known.pop(i) if i in known else online(target, stream[i], wants) for i in places]
         count, bad = _agree(window, heads, accelerator)
         skipped = 0 if count else skipped + 1
         meter.bad += bad
@@ -200,8 +203,20 @@ def _give_up_after(skipped: int, bad: int) -> None:
         )
 
 
-def _wants(heads: DraftHeads) -> list[int]:
-    return list(heads.config.features or ())
+def _fit(target: Any, heads: DraftHeads, stream: Stream, plan: Plan, tie: Tie) -> dict[int, Online]:
+    """Lets the family solve for a better start; returns the features it took, for the steps that train on them.
+
+    Every rank looks at the same first micro-batches and so finds the same start.
+    """
+    if not plan.fit_batches:
+        return {}
+    known = {i: online(target, stream[i], list(heads.config.features or ())) for i in range(plan.fit_batches)}
+    if not heads.fit((part.batch for part in known.values()), tie):
+        raise ValueError(
+            f"{heads.config.family} heads have no start in closed form (Medusa has one with a draft vocabulary); "
+            "set optim.fit_batches=0"
+        )
+    return known
 
 
 def _restore(out: Path, digest: str, heads: DraftHeads, optimizer: torch.optim.Optimizer) -> int:

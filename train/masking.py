@@ -55,27 +55,7 @@ def render(
     Raises MaskError where the template refuses the conversation, drops or repeats a turn, or where nothing (or
     everything) would be supervised.
     """
-    chat = _Chat(tokenizer, template_kwargs)
-    clean = _plain(messages)
-    text = chat.text(clean)
-    ids, offsets = chat.tokens(text)
-    if train_on == "all":
-        return Masked(ids, [True] * len(ids))
-    if train_on != "assistant":
-        raise ValueError(f"train_on is {train_on!r}; expected 'assistant' or 'all'")
-    marked = chat.marks(clean, ids)
-    supervised = [False] * len(ids)
-    for index in (i for i, message in enumerate(clean) if message["role"] == "assistant"):
-        turn = _find_turn(chat, clean, index, text, ids, offsets)
-        inside = [t for t, (a, b) in enumerate(offsets) if _begins(text, a, b, turn.start) and a < turn.stop]
-        wanted = inside if marked is None else [t for t in inside if marked[t]]
-        if wanted:
-            wanted += [t for t in inside if offsets[t][0] >= turn.end]
-        for t in wanted:
-            supervised[t] = True
-    if not any(supervised) or all(supervised):
-        raise MaskError(f"{'every' if any(supervised) else 'no'} token would be supervised; rendered: {text[:200]!r}")
-    return Masked(ids, supervised)
+    return _render(_Chat(tokenizer, template_kwargs), messages, train_on)
 
 
 def prompt_ids(
@@ -109,17 +89,17 @@ def encode(
     limit = min((n for n in (max_length, position_limit) if n is not None), default=None)
     if limit is not None and limit < SHORTEST:
         raise ValueError(f"rows would be cut at {limit} tokens; expected at least {SHORTEST}")
-    report, rows = Report(), []
+    chat, report, rows = _Chat(tokenizer, template_kwargs), Report(), []
     for conversation in conversations:
         try:
-            row = render(conversation.messages, tokenizer, train_on=train_on, template_kwargs=template_kwargs)
+            row = _render(chat, conversation.messages, train_on)
         except MaskError as error:
-            report.skip(str(error), conversation.id)
+            report.skip(str(error).split("; rendered:")[0], conversation.id)
             continue
         cut = Masked(row.ids[:limit], row.supervised[:limit])
         if len(cut.ids) < SHORTEST:
             report.skip(f"fewer than {SHORTEST} tokens", conversation.id)
-        elif not any(cut.supervised[1:]):
+        elif not any(cut.supervised):
             report.skip(f"nothing supervised in the first {limit} tokens", conversation.id)
         else:
             if len(cut.ids) < len(row.ids):
@@ -172,6 +152,29 @@ class _Chat:
         return [bool(mark) for mark in out["assistant_masks"]]
 
 
+def _render(chat: _Chat, messages: Sequence[Mapping[str, Any]], train_on: TrainOn) -> Masked:
+    clean = _plain(messages)
+    text = chat.text(clean)
+    ids, offsets = chat.tokens(text)
+    if train_on == "all":
+        return Masked(ids, [True] * len(ids))
+    if train_on != "assistant":
+        raise ValueError(f"train_on is {train_on!r}; expected 'assistant' or 'all'")
+    marked = chat.marks(clean, ids)
+    supervised = [False] * len(ids)
+    for index in (i for i, message in enumerate(clean) if message["role"] == "assistant"):
+        turn = _find_turn(chat, clean, index, text, ids, offsets)
+        inside = [t for t, (a, b) in enumerate(offsets) if _begins(text, a, b, turn.start) and a < turn.stop]
+        wanted = inside if marked is None else [t for t in inside if marked[t]]
+        if wanted:
+            wanted += [t for t in inside if offsets[t][0] >= turn.end]
+        for t in wanted:
+            supervised[t] = True
+    if not any(supervised) or all(supervised):
+        raise MaskError(f"{'every' if any(supervised) else 'no'} token would be supervised; rendered: {text[:200]!r}")
+    return Masked(ids, supervised)
+
+
 def _find_turn(
     chat: _Chat, messages: Messages, index: int, text: str, ids: list[int], offsets: list[tuple[int, int]]
 ) -> _Turn:
@@ -183,9 +186,8 @@ def _find_turn(
         raise MaskError(f"the chat template writes assistant turn {index} {len(parts) - 1} times; expected once")
     before, after = parts
     first = len(before) if text.startswith(before) else _shared(text, before)
-    tail = len(after) if text.endswith(after) else _shared(text[::-1], after[::-1])
-    end = len(text) - tail
-    if first > end:
+    end = len(text) - len(after)
+    if not text.endswith(after) or first > end:
         raise MaskError(f"assistant turn {index} cannot be told from the text around it; rendered: {text[:200]!r}")
     start = _prompt_end(chat, messages[:index], text, first)
     alone = chat.text([*messages[:index], stand_in]).split(sentinel)[-1]

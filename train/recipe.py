@@ -65,6 +65,9 @@ class OptimPart(Part):
     epochs: float = Field(default=1.0, gt=0)
     max_steps: int | None = Field(default=None, ge=1)
     """Ends the run earlier than ``epochs`` where given."""
+    fit_batches: int = Field(default=0, ge=0)
+    """Micro-batches from which the heads' start is solved by least squares before the first step (Medusa with a draft
+    vocabulary)."""
     precision: Literal["fp32", "bf16"] = "bf16"
     """Of the heads' matmuls; weights, losses and optimizer stay float32."""
 

@@ -1,0 +1,340 @@
+"""Training end to end on toys: labels, accumulation, bad rows, intervals, resume, repeatability."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from headstart.heads import FAMILIES, DraftHeads, Tie
+from headstart.train import checkpoint
+from headstart.train.batches import Stream, collate
+from headstart.train.evaluate import Evaluation, evaluate
+from headstart.train.features import online
+from headstart.train.loop import Plan, Progress, learning_rate, train
+from headstart.train.masking import Masked
+from tests.toys import c64, llama
+
+DEFAULTS: dict[str, Any] = {
+    "steps": 4,
+    "lr": 1e-3,
+    "warmup": 0.0,
+    "schedule": "constant",
+    "weight_decay": 0.0,
+    "betas": (0.9, 0.95),
+    "clip": 1e9,
+    "accumulation": 1,
+    "divergence": "soft_ce",
+    "weights": (1.0, 0.8, 0.6, 0.5),
+    "log_every": 1,
+    "evaluate_every": 0,
+    "save_every": 0,
+    "keep": 2,
+}
+
+
+def micro_rows(count: int = 8, length: int = 12) -> list[Masked]:
+    g = torch.Generator().manual_seed(7)
+    return [
+        Masked(torch.randint(3, 320, (length,), generator=g).tolist(), [i >= 4 for i in range(length)])
+        for _ in range(count)
+    ]
+
+
+def micro_train(
+    out: Path, rows: list[Masked] | None = None, target: Any = None, batch_size: int = 2, **changes: Any
+) -> Any:
+    """Four steps on T0; returns the heads and what was told."""
+    told: list[Progress] = []
+    options = {k: changes.pop(k) for k in ("evaluate", "resume", "digest", "seed") if k in changes}
+    target = (target or llama()).requires_grad_(False)
+    heads = FAMILIES["medusa"].from_target(target)
+    plan = Plan(**(DEFAULTS | changes))
+    stream = Stream(micro_rows() if rows is None else rows, batch_size, options.pop("seed", 0))
+    digest = options.pop("digest", "d")
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=plan.accumulation)
+    train(accelerator, target, heads, stream, plan, out, digest, tell=told.append, **options)
+    return heads, told
+
+
+def weights(heads: DraftHeads) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in heads.parameters()])
+
+
+def test_on_a_counting_target_medusa_reaches_heads_plus_one(tmp_path: Path) -> None:
+    """A label shifted by one cannot pass: C64 is only guessed by heads that look at the right distance."""
+    target = c64().requires_grad_(False)
+    rows = [Masked([(s + i) % 64 for i in range(24)], [i >= 4 for i in range(24)]) for s in range(0, 64, 2)]
+    heads = FAMILIES["medusa"].from_target(target, num_draft_heads=4)
+    plan = Plan(**(DEFAULTS | {"steps": 120, "lr": 3e-2, "schedule": "cosine", "clip": 1.0, "log_every": 40}))
+    told: list[Progress] = []
+
+    def measure(trained: DraftHeads) -> Evaluation:
+        return evaluate(target, trained, [torch.tensor([7, 8]), torch.tensor([40, 41])], max_new_tokens=40, nodes=8)
+
+    train(
+        Accelerator(cpu=True),
+        target,
+        heads,
+        Stream(rows, 8, 0),
+        plan,
+        tmp_path,
+        "d",
+        evaluate=measure,
+        tell=told.append,
+    )
+    rates = [p.values["tokens_per_pass"] for p in told if "tokens_per_pass" in p.values]
+    losses = [p.values["loss"] for p in told if "loss" in p.values]
+    assert rates[0] < 1.5 and rates[-1] == 5.0
+    assert (
+        losses[0] > losses[-1] and [p.values[f"accuracy/{d}"] for p in told[-2:-1] for d in (1, 2, 3, 4)] == [1.0] * 4
+    )
+
+
+def test_accumulation_gives_the_gradient_of_the_whole_batch(tmp_path: Path) -> None:
+    """FC-041: rows with 8 and 30 supervised tokens, batch 2 x 1 against 1 x 2."""
+    rows = [
+        Masked(list(range(3, 15)), [i >= 4 for i in range(12)]),
+        Masked(list(range(3, 37)), [i >= 4 for i in range(34)]),
+    ]
+    together, _ = micro_train(tmp_path / "a", rows, batch_size=2, steps=1)
+    apart, _ = micro_train(tmp_path / "b", rows, batch_size=1, steps=1, accumulation=2)
+    start = FAMILIES["medusa"].from_target(llama())
+    assert not torch.equal(weights(together), weights(start))
+    torch.testing.assert_close(weights(together), weights(apart), atol=1e-6, rtol=1e-5)
+
+
+def test_the_same_seed_gives_the_same_run_whatever_is_logged_or_evaluated(tmp_path: Path) -> None:
+    """FC-046."""
+    target = llama()
+
+    def measure(trained: DraftHeads) -> Evaluation:
+        return evaluate(target, trained, [torch.tensor([5, 6, 7])], max_new_tokens=8, nodes=8)
+
+    first, told = micro_train(tmp_path / "a", steps=6)
+    second, again = micro_train(tmp_path / "b", steps=6)
+    third, _ = micro_train(tmp_path / "c", steps=6, log_every=4, evaluate_every=2, evaluate=measure, save_every=3)
+    other, _ = micro_train(tmp_path / "d", steps=6, seed=1)
+    assert [p.values for p in told] == [p.values for p in again]
+    assert torch.equal(weights(first), weights(second)) and torch.equal(weights(first), weights(third))
+    assert not torch.equal(weights(first), weights(other))
+
+
+@pytest.mark.parametrize("stop", [1, 3, 7])
+def test_an_interrupted_run_goes_on_exactly(tmp_path: Path, stop: int) -> None:
+    """FC-050 and FC-053: ten rows, batches of 2, three epochs, stopped in the middle of an epoch."""
+    whole, _ = micro_train(tmp_path / "whole", micro_rows(10), steps=15, schedule="cosine", save_every=stop)
+    half: list[Progress] = []
+
+    class Stopped(RuntimeError):
+        pass
+
+    def stop_after(progress: Progress) -> None:
+        half.append(progress)
+        if progress.step == stop + 1:
+            raise Stopped
+
+    target = llama().requires_grad_(False)
+    plan = Plan(**(DEFAULTS | {"steps": 15, "schedule": "cosine", "save_every": stop}))
+    heads = FAMILIES["medusa"].from_target(target)
+    with pytest.raises(Stopped):
+        train(
+            Accelerator(cpu=True),
+            target,
+            heads,
+            Stream(micro_rows(10), 2, 0),
+            plan,
+            tmp_path / "h",
+            "d",
+            tell=stop_after,
+        )
+    resumed, told = micro_train(tmp_path / "h", micro_rows(10), steps=15, schedule="cosine", save_every=stop)
+    assert told[0].step == stop + 1
+    assert torch.equal(weights(whole), weights(resumed))
+    assert checkpoint.complete(tmp_path / "h")[-1].name == "step-000015"
+
+
+def test_a_finished_run_is_not_trained_again_and_another_recipe_is_refused(tmp_path: Path) -> None:
+    first, _ = micro_train(tmp_path)
+    second, told = micro_train(tmp_path)
+    assert told == [] and torch.equal(weights(first), weights(second))
+    with pytest.raises(ValueError, match="another recipe"):
+        micro_train(tmp_path, digest="other")
+
+
+def test_optimizer_state_keeps_its_types(tmp_path: Path) -> None:
+    """FC-052."""
+    micro_train(tmp_path)
+    found = checkpoint.latest(tmp_path, "d")
+    assert found is not None
+    for state in found.state["optimizer"]["state"].values():
+        assert {k: v.dtype for k, v in state.items()} == dict.fromkeys(("step", "exp_avg", "exp_avg_sq"), torch.float32)
+
+
+def masked_out(row: Masked) -> Masked:
+    return Masked(row.ids, [False] * len(row.ids))
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_rows_without_labels_weigh_nothing(tmp_path: Path, accumulation: int) -> None:
+    """FC-031: one masked row in a batch changes nothing; a masked window leaves weights and optimizer alone."""
+    rows = micro_rows(2)
+    mixed, told = micro_train(
+        tmp_path / "a",
+        [rows[0], masked_out(rows[1])],
+        steps=1,
+        accumulation=accumulation,
+        batch_size=1 + (accumulation == 1),
+    )
+    alone, _ = micro_train(tmp_path / "b", [rows[0]], steps=1, batch_size=1)
+    torch.testing.assert_close(weights(mixed), weights(alone), atol=1e-6, rtol=1e-5)
+    nothing, told = micro_train(tmp_path / "c", [masked_out(r) for r in rows], steps=2, accumulation=accumulation)
+    assert torch.equal(weights(nothing), weights(FAMILIES["medusa"].from_target(llama())))
+    found = checkpoint.latest(tmp_path / "c", "d")
+    assert found is not None and found.state["optimizer"]["state"] == {}
+    assert all("loss" not in p.values for p in told)
+
+
+def broken(target: Any, rows: set[int] | None) -> Any:
+    """A target whose hidden states hold NaN for texts that begin with one of these tokens (None = all)."""
+
+    layer = target.model.layers[2]
+    seen: dict[str, Tensor] = {}
+    target.model.register_forward_pre_hook(lambda m, a, k: seen.update(ids=k["input_ids"]), with_kwargs=True)
+
+    def spoil(module: Any, args: Any, output: Tensor) -> Tensor:
+        hit = [rows is None or int(first) in rows for first in seen["ids"][:, 0]]
+        spoiled = output.clone()
+        spoiled[torch.tensor(hit), 3, 5] = float("nan")
+        return spoiled
+
+    layer.register_forward_hook(spoil)
+    return target
+
+
+def test_a_row_with_nan_is_left_out_and_named(tmp_path: Path) -> None:
+    """FC-043."""
+    rows = micro_rows(8)
+    target = broken(llama(), {rows[3].ids[0]})
+    found = online(target, collate(rows, list(range(8))), [4])
+    assert found.bad == [3]
+    assert not found.batch.supervised[3].any() and torch.isfinite(found.batch.features).all()
+    heads, told = micro_train(tmp_path, rows, target, steps=4)
+    assert torch.isfinite(weights(heads)).all()
+    assert sum(p.values["bad_rows"] for p in told) == 1
+
+
+def test_when_every_row_is_bad_the_run_stops_with_the_reason(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="hidden states hold NaN"):
+        micro_train(tmp_path, target=broken(llama(), None), steps=40)
+
+
+def test_modes_and_intervals(tmp_path: Path) -> None:
+    """FC-035: heads train in training mode after an evaluation, the target never does; intervals count steps."""
+    modes: list[tuple[bool, bool]] = []
+    target = llama()
+
+    class Watched(FAMILIES["medusa"]):  # type: ignore[misc]
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            modes.append((self.training, target.training))
+            return super().forward(*args, **kwargs)
+
+    heads = Watched.from_target(target)
+    told: list[Progress] = []
+    plan = Plan(**(DEFAULTS | {"steps": 8, "accumulation": 2, "evaluate_every": 2, "save_every": 4, "keep": 9}))
+
+    def measure(trained: DraftHeads) -> Evaluation:
+        return evaluate(target, trained, [torch.tensor([5, 6, 7])], max_new_tokens=4, nodes=4)
+
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    train(
+        accelerator, target, heads, Stream(micro_rows(), 2, 0), plan, tmp_path, "d", evaluate=measure, tell=told.append
+    )
+    assert modes == [(True, False)] * 16
+    assert [p.step for p in told if "tokens_per_pass" in p.values] == [0, 2, 4, 6, 8]
+    assert [f.name for f in checkpoint.complete(tmp_path)] == ["step-000004", "step-000008"]
+
+
+def test_learning_rate() -> None:
+    plan = Plan(**(DEFAULTS | {"steps": 10, "lr": 1.0, "warmup": 0.2}))
+    linear = Plan(**(DEFAULTS | {"steps": 10, "lr": 1.0, "warmup": 0.2, "schedule": "linear"}))
+    cosine = Plan(**(DEFAULTS | {"steps": 10, "lr": 1.0, "warmup": 0.2, "schedule": "cosine"}))
+    assert [learning_rate(s, plan) for s in (0, 1, 2, 9)] == [0.5, 1.0, 1.0, 1.0]
+    assert [learning_rate(s, linear) for s in (2, 6, 10)] == [1.0, 0.5, 0.0]
+    assert learning_rate(6, cosine) == pytest.approx(0.5) and learning_rate(10, cosine) == pytest.approx(0.0)
+
+
+def test_features_of_a_padded_batch_are_those_of_each_row_alone() -> None:
+    target = llama()
+    rows = [Masked(list(range(3, 3 + n)), [True] * n) for n in (4, 9, 6)]
+    batch = online(target, collate(rows, [0, 1, 2]), [2, 4]).batch
+    for b, row in enumerate(rows):
+        with torch.no_grad():
+            hidden = target(torch.tensor([row.ids]), output_hidden_states=True).hidden_states
+        expected = torch.cat([hidden[2][0], hidden[4][0]], -1)
+        torch.testing.assert_close(batch.features[b, : len(row.ids)], expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(batch.last[b, : len(row.ids)], hidden[4][0], atol=1e-5, rtol=1e-5)
+
+
+def test_launching_with_accelerate_trains_saves_and_logs(tmp_path: Path) -> None:
+    """The command as users type it, on a toy: heads, a log with falling loss, W&B offline, and evaluation lines."""
+    from tests.byte_tokenizer import byte_tokenizer
+
+    llama().save_pretrained(tmp_path / "toy")
+    byte_tokenizer().save_pretrained(tmp_path / "toy")
+    chats = [{"id": f"r{i}", "prompt": f"say {i}", "answer": "abcdefgh" * 3} for i in range(8)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(c) for c in chats))
+    (tmp_path / "held.jsonl").write_text(json.dumps({"id": "h", "messages": [{"role": "user", "content": "say 99"}]}))
+    (tmp_path / "r.yaml").write_text(
+        f"target: {tmp_path / 'toy'}\nout: {tmp_path / 'out'}\n"
+        "data: {train: [rows.jsonl], heldout: [held.jsonl]}\n"
+        "heads: {draft_vocab_size: 64}\noptim: {epochs: 8, batch_size: 4, lr: 3e-3, precision: fp32}\n"
+        "every: {log: 4, evaluate: 8}\nevaluate: {max_new_tokens: 8}\nwandb: {project: toys, mode: offline}\n"
+    )
+    command = [
+        "accelerate",
+        "launch",
+        "--cpu",
+        "--num_processes",
+        "1",
+        "-m",
+        "headstart.train",
+        str(tmp_path / "r.yaml"),
+    ]
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "WANDB_SILENT": "true"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    log = [json.loads(line) for line in (tmp_path / "out" / "log.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in log if "loss" in line]
+    assert losses[-1] < losses[0]
+    assert [line["step"] for line in log if "tokens_per_pass" in line] == [0, 8, 16]
+    assert "draft vocabulary: 64 of 320" in done.stderr and "tokens per pass" in done.stderr
+    from headstart.heads import load_heads
+
+    assert load_heads(str(tmp_path / "out" / "heads")).config.target_name == "toy"
+    assert list((tmp_path / "out" / "wandb").glob("offline-run-*"))
+
+
+def test_ranks_that_do_not_know_of_each_other_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from headstart.train.__main__ import refuse_lonely_ranks
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="ACCELERATE_USE_CPU"):
+        refuse_lonely_ranks(1)
+    refuse_lonely_ranks(2)
+
+
+def test_the_target_gets_no_gradient(tmp_path: Path) -> None:
+    target = llama().requires_grad_(False)
+    before = Tie.of(target).weight.clone()
+    micro_train(tmp_path, target=target)
+    assert torch.equal(Tie.of(target).weight, before)
+    assert all(p.grad is None for p in target.parameters())
