@@ -294,3 +294,27 @@ def test_loading_names_a_folder_without_weights(tmp_path: Path) -> None:
     HeadsConfig(family="medusa", target_hidden_size=64, features=[4]).save_pretrained(tmp_path)
     with pytest.raises(OSError, match=r"model\.safetensors"):
         load_heads(str(tmp_path))
+
+
+def test_memory_does_not_grow_by_a_full_logits_tensor_per_head() -> None:
+    """FC-145: vocabulary 49,152, 512 tokens: what autograd keeps grows by far less than [512, 49152] a head."""
+    target = llama(vocab_size=49152).requires_grad_(False)
+    tie = Tie.of(target)
+    features = torch.randn(1, 512, 64)
+    every = torch.ones(1, 512, dtype=torch.bool)
+    data = Batch(torch.full((1, 512), 5), every, torch.zeros(1, 512).long(), features, features)
+    kept = []
+    for heads in (1, 2, 4):
+        medusa = FAMILIES["medusa"].from_target(target, num_draft_heads=heads)
+        sizes: dict[int, int] = {}
+
+        def note(tensor: Tensor, sizes: dict[int, int] = sizes) -> Tensor:
+            sizes[tensor.data_ptr()] = tensor.numel()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            losses = medusa(data, tie, weights=[1.0] * heads)
+        kept.append(sum(sizes.values()))
+        assert losses.total > 0
+    assert kept[2] - kept[0] < 512 * 49152
+    assert kept[2] < 2 * 512 * 49152
