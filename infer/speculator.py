@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,12 +17,19 @@ from headstart.heads import DraftHeads, Tie, load_heads
 from headstart.infer.accept import RULES
 from headstart.infer.decode import Limits, decode
 from headstart.infer.draft_heads import HeadsSource
+from headstart.infer.draft_ngram import PromptLookup, TokenRecycling
 from headstart.infer.drafter import Source
 from headstart.infer.report import Report
 from headstart.infer.target import Target, attention_windows, check_model
 from headstart.infer.visit import Emission
 
 logger = logging.getLogger(__name__)
+
+DRAFTERS: dict[str, Callable[..., Source]] = {
+    "prompt-lookup": PromptLookup,
+    "token-recycling": TokenRecycling,
+}
+"""Sources of guesses that need no weights, by name: a new one is a file draft_x.py and a line here."""
 
 HARMLESS = {"attention_mask", "position_ids", "cache", "past_key_values", "use_cache", "logits_to_keep", "tokenizer"}
 
@@ -35,20 +44,17 @@ class Speculator:
     def __init__(
         self,
         target: Any,
-        source: DraftHeads | Source,
+        source: DraftHeads | Source | str,
         *,
         rule: str = "match",
         nodes: int = 16,
         depth: int | None = None,
-        **tree: Any,
+        **options: Any,
     ) -> None:
-        """``source`` heads in memory, or any Source. ``nodes`` a pass verifies, root included; ``depth`` guesses on the
-        longest path (None = all the source has); for heads also ``width``, ``branch`` and ``shape`` of HeadsSource.
-        Raises ValueError where target and source do not fit, before any token."""
-        if isinstance(source, DraftHeads):
-            source = HeadsSource(source, **tree)
-        elif isinstance(source, str) or tree:
-            raise ValueError(f"heads in memory or a Source were expected; got {source!r} with options {sorted(tree)}")
+        """``source`` heads in memory, a name in DRAFTERS, or any Source. ``nodes`` a pass verifies, root included;
+        ``depth`` guesses on the longest path (None = all the source has); ``options`` are the fields of HeadsSource or
+        of the named source. Raises ValueError where target and source do not fit, before any token."""
+        source = _source(source, options)
         if rule not in RULES:
             raise ValueError(f"unknown rule {rule!r}; known are {sorted(RULES)}")
         if nodes < 1 or (depth is not None and depth < 0):
@@ -144,6 +150,24 @@ class Speculator:
             pad=None if pad is None else int(pad),
             sink=sink,
         )
+
+
+def _source(source: Any, options: dict[str, Any]) -> Source:
+    """What a Speculator was given as a Source. Raises ValueError naming what is known."""
+    make: Callable[..., Source] | None = HeadsSource if isinstance(source, DraftHeads) else None
+    if isinstance(source, str):
+        if source not in DRAFTERS:
+            raise ValueError(f"unknown drafter {source!r}; known are {sorted(DRAFTERS)}, or heads in memory")
+        make = DRAFTERS[source]
+    if make is None:
+        if options:
+            raise ValueError(f"options {sorted(options)} belong to heads or a named drafter; this is a made Source")
+        return source  # type: ignore[no-any-return]
+    known = [f.name for f in dataclasses.fields(make) if f.name not in ("heads", "name", "wants")]  # type: ignore[arg-type]
+    unknown = sorted(set(options) - set(known))
+    if unknown:
+        raise ValueError(f"unknown options {unknown}; known here are {sorted(known)}")
+    return make(source, **options) if make is HeadsSource else make(**options)
 
 
 def check_target(model: Any) -> None:

@@ -33,7 +33,8 @@ class Run(NamedTuple):
 def generate(
     prompt: Annotated[list[str] | None, typer.Argument(help="What to answer; several are answered in turn.")] = None,
     target: Annotated[str, typer.Option(help="smollm2 (embedded), a Hub id or a model folder.")] = "smollm2",
-    heads: Annotated[str, typer.Option(help="Folder or Hub id of the heads.")] = ...,  # type: ignore[assignment]
+    heads: Annotated[str | None, typer.Option(help="Folder or Hub id of the heads.")] = None,
+    drafter: Annotated[str | None, typer.Option(help="Instead of heads: prompt-lookup or token-recycling.")] = None,
     prompts: Annotated[Path | None, typer.Option(help="JSON Lines file of prompts, instead of arguments.")] = None,
     compare: Annotated[bool, typer.Option(help="Run plain decoding beside it, both warm, in turn.")] = False,
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 128,
@@ -49,6 +50,8 @@ def generate(
     """Answer prompts with TARGET and HEADS; the text is what TARGET alone would have written."""
     if bool(prompt) == bool(prompts):
         raise typer.BadParameter("give prompts as arguments or a file with --prompts: one of them, not both")
+    if bool(heads) == bool(drafter):
+        raise typer.BadParameter("give --heads or --drafter: one of them, not both")
     if dtype not in DTYPES:
         raise typer.BadParameter(f"{dtype!r}; expected one of {', '.join(DTYPES)}", param_hint="--dtype")
     if not 0.0 <= temperature < float("inf"):
@@ -60,7 +63,10 @@ def generate(
 
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     model, tokenizer = load_target(target, dtype=None if dtype == "auto" else getattr(torch, dtype), device=device)
-    fast = Speculator.from_pretrained(heads, model, nodes=nodes, depth=depth)
+    if heads:
+        fast = Speculator.from_pretrained(heads, model, nodes=nodes, depth=depth)
+    else:
+        fast = Speculator(model, drafter or "", nodes=nodes, depth=depth)
     named = _named_prompts(prompt, prompts)
     inputs = [(name, _ids(text, tokenizer, raw).to(device)) for name, text in named]
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
@@ -124,7 +130,7 @@ def _compare(fast: "Speculator", inputs: list[Any], options: dict[str, Any], see
         plain, plain_speed = timed(fast.target.generate, ids)
         ours, fast_speed = timed(fast.generate, ids)
         if options["do_sample"]:
-            verdict = "equal" if torch.equal(plain, ours) else "differs (sampled: a draw near a boundary)"
+            verdict = "equal" if torch.equal(plain, ours) else "differs (sampled: compare in float32)"
         else:
             device = ids.device
             found = first_difference(fast.target, ids, plain.to(device), ours.to(device))

@@ -76,4 +76,6 @@ SOURCES: dict[str, Callable[[Any], Any]] = {
     "medusa-draft-vocabulary": untrained("medusa", draft_ids=torch.arange(2, 320, 3)),
     "medusa-two-layers": untrained("medusa", num_draft_layers=2, num_draft_heads=2),
     "medusa-shape": shaped,
+    "prompt-lookup": lambda model: "prompt-lookup",
+    "token-recycling": lambda model: "token-recycling",
 }

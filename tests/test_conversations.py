@@ -165,6 +165,7 @@ def test_prompts_keep_what_the_target_has_to_answer(tmp_path: Path) -> None:
         },
         {"id": "question", "prompt": "one"},
         {"id": "tool", "messages": [HELLO_HI[0], {"role": "tool", "content": "5"}]},
+        {"id": "system last", "messages": [HELLO_HI[0], {"role": "system", "content": "S"}]},
         {"id": "nothing", "messages": [{"role": "assistant", "content": "x"}]},
     ]
     prompts, report = load(tmp_path, rows, trainable=False)
@@ -174,7 +175,7 @@ def test_prompts_keep_what_the_target_has_to_answer(tmp_path: Path) -> None:
         "question": ["one"],
     }
     assert list(report.changed.values()) == [["chat"]]
-    assert sorted(report.skipped.values()) == [["nothing"], ["tool"]]
+    assert sorted(report.skipped.values()) == [["system last", "nothing"], ["tool"]]
 
 
 def test_folders_are_read_by_name_and_jsonl_wins(tmp_path: Path) -> None:

@@ -73,8 +73,10 @@ def text_of(content: object) -> str:
         content = "".join(_part(part) for part in content)
     if not isinstance(content, str):
         raise Refused(f"content is {_kind(content)}, expected text or a list of text parts")
-    if any("\ud800" <= char <= "\udfff" for char in content):
-        raise Refused("content holds half a surrogate pair, which no tokenizer takes")
+    try:
+        content.encode()
+    except UnicodeEncodeError as error:
+        raise Refused("content holds half a surrogate pair, which no tokenizer takes") from error
     return content
 
 
@@ -126,16 +128,16 @@ def load_conversations(
 
 def _trim(messages: Messages, name: str, trainable: bool, report: Report) -> Messages:
     """Drop orphan assistant turns (prompts: all assistant turns) and refuse rows with nothing left to do."""
-    first_user = next((i for i, m in enumerate(messages) if m["role"] == "user"), len(messages))
     if not trainable:
         if any(m["role"] == "tool" for m in messages):
             raise Refused("a tool turn answers a call that the target did not make")
         rest = [m for m in messages if m["role"] != "assistant"]
-        if first_user == len(messages):
-            raise Refused("no user turn")
+        if not rest or rest[-1]["role"] != "user":
+            raise Refused("no user turn at the end")
         if len(rest) < len(messages):
             report.change("assistant turns dropped: the target answers itself", name)
         return rest
+    first_user = next((i for i, m in enumerate(messages) if m["role"] == "user"), len(messages))
     rest = [m for i, m in enumerate(messages) if i > first_user or m["role"] != "assistant"]
     answers = [m["content"] for m in rest if m["role"] == "assistant"]
     if not answers:
