@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DynamicCache
 
 from headstart.infer.accept import Accepted
 
@@ -68,6 +68,29 @@ class TreeCache(Cache):
                 for row in range(block.shape[1]):
                     block[:, row].index_copy_(2, there[row], block[:, row].index_select(2, here[row]))
         self.advance(path.count)
+
+    def load(self, known: Cache) -> None:
+        """Copies in what a stock cache holds of every row; begins empty. Raises ValueError for a partial cache."""
+        length = known.get_seq_length()
+        layers: list[Any] = [(getattr(x, "keys", None), getattr(x, "values", None)) for x in known.layers]
+        if any(k is None or v is None or k.shape[-2] < length for k, v in layers):
+            raise ValueError(
+                f"the cache that was passed ({type(known).__name__}) no longer holds all of its {length} tokens in "
+                "every layer, as a window drops them; pass the whole prompt without it"
+            )
+        self.begin(length)
+        for index, (keys, values) in enumerate(layers):
+            self.update(keys[..., :length, :], values[..., :length, :], index)
+        self.advance(torch.full_like(self.lengths, length))
+
+    def stock(self, config: Any) -> DynamicCache:
+        """What plain ``generate`` would have returned: a DynamicCache of the kept tokens. Rows must be equally long."""
+        assert self.level
+        cache = DynamicCache(config=config)
+        for layer in range(self._layers):
+            keys, values = (self._views[layer, side][:, :, : self.end].clone() for side in (0, 1))
+            cache.update(keys, values, layer)
+        return cache
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Slots before the forward under way, as stock code counts them: the longest row."""

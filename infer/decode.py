@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import Cache
 
 from headstart.infer.accept import Accepted, Rule
 from headstart.infer.drafter import Drafter
@@ -32,16 +33,24 @@ class Limits(NamedTuple):
 
 
 def decode(
-    target: Target, drafter: Drafter, rule: Rule, visit: Emission, ids: Tensor, lengths: Tensor, limits: Limits
+    target: Target,
+    drafter: Drafter,
+    rule: Rule,
+    visit: Emission,
+    ids: Tensor,
+    lengths: Tensor,
+    limits: Limits,
+    known: Cache | None = None,
 ) -> Report:
     """Emits tokens through ``visit`` until every row has stopped.
 
-    ``ids`` [B, P] left-aligned prompts and ``lengths`` [B] their true lengths. Returns the counts of the call.
+    ``ids`` [B, P] left-aligned prompts and ``lengths`` [B] their true lengths; ``known`` a stock cache of their first
+    tokens. Returns the counts of the call.
     """
     report = Report()
     clock = Clock(report)
     drafter.start(ids, lengths, ids.shape[1] + max(visit.wanted()))
-    for seen in target.prefill(ids, lengths):
+    for seen in target.prefill(ids, lengths, known=known):
         drafter.observe(seen)
     report.prefill_forwards = target.forwards
     clock.lap("prefill")

@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers.cache_utils import Cache
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.stopping_criteria import StopStringCriteria
+from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from headstart.heads import DraftHeads, Tie, load_heads
 from headstart.infer.accept import RULES
@@ -111,14 +113,14 @@ class Speculator:
         *,
         sink: Any = None,
         **model_kwargs: Any,
-    ) -> Tensor:
+    ) -> Tensor | GenerateDecoderOnlyOutput:
         """What ``target.generate(custom_generate=self)`` calls: padded ids [B, P] -> ids [B, P + new]."""
         try:
             if model is not self.target:
                 raise ValueError(
                     "this Speculator was made for another model object: make one for the model that decodes"
                 )
-            check_call(generation_config, model_kwargs)
+            known = check_call(generation_config, input_ids, model_kwargs)
             ids, lengths = left_aligned(input_ids, model_kwargs.get("attention_mask"), model_kwargs.get("position_ids"))
             if not self._checked:
                 check_model(model, self.source.wants)
@@ -131,10 +133,10 @@ class Speculator:
             ends = torch.tensor(sorted(visit.ends), dtype=torch.int64, device=input_ids.device)
             drafter = self.source.drafter(model, ends)
             target = Target(model, drafter.wants, room=generation_config.max_length + self.nodes)
-            report = decode(target, drafter, RULES[self.rule], visit, ids, lengths, limits)
+            report = decode(target, drafter, RULES[self.rule], visit, ids, lengths, limits, known)
             report.drafter, report.rule, report.notes = self.source.name, self.rule, list(self.notes)
             self.report = report
-            return visit.sequences()
+            return _output(visit, target, generation_config)
         finally:
             if sink is not None:
                 sink.end()
@@ -149,6 +151,7 @@ class Speculator:
             do_sample=bool(config.do_sample),
             pad=None if pad is None else int(pad),
             sink=sink,
+            record=bool(config.return_dict_in_generate and (config.output_scores or config.output_logits)),
         )
 
 
@@ -184,30 +187,47 @@ def check_target(model: Any) -> None:
     attention_windows(text)
 
 
-def check_call(config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
-    """Raises ValueError for options that are not decoded exactly yet, before the first forward."""
+def _output(visit: Emission, target: Target, config: GenerationConfig) -> Tensor | GenerateDecoderOnlyOutput:
+    """Ids [B, P + new], or with them what ``return_dict_in_generate`` asked for."""
+    if not config.return_dict_in_generate:
+        return visit.sequences()
+    return GenerateDecoderOnlyOutput(
+        sequences=visit.sequences(),  # type: ignore[arg-type]
+        scores=visit.scores if config.output_scores else None,  # type: ignore[arg-type]
+        logits=visit.logits if config.output_logits else None,  # type: ignore[arg-type]
+        cache=target.cache.stock(target.model.config) if visit.rows == 1 else None,
+    )
+
+
+def check_call(config: GenerationConfig, ids: Tensor, model_kwargs: dict[str, Any]) -> Cache | None:
+    """Raises ValueError for options that are not decoded exactly yet, before the first forward.
+
+    Returns the cache that was passed, where it already holds tokens of the prompt ``ids`` [B, P].
+    """
     refused = []
     if config.get_generation_mode() not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
         refused.append(f"generation mode {config.get_generation_mode().value!r} (greedy and sampling work)")
-    for name in (
-        "return_dict_in_generate",
-        "output_attentions",
-        "output_hidden_states",
-        "output_scores",
-        "output_logits",
-    ):
+    for name in ("output_attentions", "output_hidden_states"):
         if getattr(config, name, None):
             refused.append(f"{name}=True (leave it out)")
+    rows = ids.shape[0]
+    if config.return_dict_in_generate and rows > 1:
+        refused += [f"{n} for {rows} rows (one row)" for n in ("output_scores", "output_logits") if getattr(config, n)]
     if model_kwargs.get("use_cache") is False:
         refused.append("use_cache=False (a verified tree needs the cache)")
     cache = model_kwargs.get("cache") if model_kwargs.get("cache") is not None else model_kwargs.get("past_key_values")
-    if cache is not None and cache.get_seq_length() > 0:
-        refused.append("a cache that already holds tokens (pass the whole prompt instead)")
+    held = 0 if cache is None else int(cache.get_seq_length())
+    if held and (ids.shape[0] > 1 or held >= ids.shape[1] or model_kwargs.get("attention_mask") is not None):
+        refused.append(
+            f"a cache of {held} tokens with a prompt of {tuple(ids.shape)} (one row without padding, the whole text "
+            "including what the cache holds, at least one token more)"
+        )
     refused += [
         f"{k} (not understood by trees)" for k, v in model_kwargs.items() if k not in HARMLESS and v is not None
     ]
     if refused:
         raise ValueError("not available with speculative decoding: " + "; ".join(refused))
+    return cache if held else None
 
 
 def left_aligned(ids: Tensor, mask: Tensor | None, positions: Tensor | None) -> tuple[Tensor, Tensor]:

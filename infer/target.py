@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import Cache
 
 from headstart.heads import Tie
 from headstart.infer.accept import Accepted
@@ -52,16 +53,19 @@ class Target:
         self._keeps_logits: bool = model._supports_logits_to_keep()
         self.cache = TreeCache(0, self._layers, 0, self._device)
 
-    def prefill(self, ids: Tensor, lengths: Tensor, chunk: int = 0) -> Iterator[Seen]:
+    def prefill(self, ids: Tensor, lengths: Tensor, chunk: int = 0, known: Cache | None = None) -> Iterator[Seen]:
         """Caches ``lengths`` - 1 tokens of the left-aligned ids [B, P]; the last one is the first root.
 
-        Yields one Seen a chunk of ``chunk`` tokens (0 = a default), features still on the model's device.
+        Yields one Seen a chunk of ``chunk`` tokens (0 = a default), features still on the model's device. ``known`` is
+        a stock cache of the first tokens of every row: it is copied in, and those tokens are not run again.
         """
         rows, width = ids.shape
         self.cache = TreeCache(rows, self._layers, max(width, self._room), self._device)
         ids, wanted = ids.to(self._device), (lengths - 1).to(self._device)
         chunk = chunk or PREFILL_CHUNK
-        for begin in range(0, width - 1, chunk):
+        if known is not None:
+            self.cache.load(known)
+        for begin in range(self.cache.end, width - 1, chunk):
             size = min(chunk, width - 1 - begin)
             count = (wanted - begin).clamp(min=0, max=size)
             fresh = torch.arange(size, device=self._device)

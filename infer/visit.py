@@ -69,8 +69,10 @@ class Emission:
         do_sample: bool,
         pad: int | None,
         sink: Any = None,
+        record: bool = False,
     ) -> None:
-        """``prompt`` [B, P] padded ids; ``max_length`` counts them too; ``pad`` fills finished rows."""
+        """``prompt`` [B, P] padded ids; ``max_length`` counts them too; ``pad`` fills finished rows; ``record`` keeps
+        the scores and logits of every emitted token (one row only)."""
         self.rows, self.start = prompt.shape
         self.max_length, self.do_sample, self.sink = max_length, do_sample, sink
         shared = [p for p in processors if isinstance(p, ONE_ROW_ONLY)]
@@ -91,6 +93,9 @@ class Emission:
         self._verified: Verified | None = None
         self._visited: list[int] = []
         self._streamed = self.start
+        self._record = record
+        self.scores: tuple[Tensor, ...] = ()  # processed, [1, V] a token
+        self.logits: tuple[Tensor, ...] = ()  # as the target gave them, float32
 
     def open(self, verified: Verified) -> None:
         """A step begins: laws are read from ``verified`` until the next one."""
@@ -102,7 +107,8 @@ class Emission:
         logits, device = self._verified.logits, self.ids.device
         self._visited = [row for row, at in enumerate(node.tolist()) if at >= 0]
         rows = torch.tensor(self._visited, device=logits.device)
-        scores = logits[rows, node.to(logits.device)[rows]].to(device, torch.float32)  # [R, V]
+        raw = logits[rows, node.to(logits.device)[rows]].to(device, torch.float32)  # [R, V]
+        scores = raw.clone() if self._record else raw
         if self._tensor_only:
             scores = self._processors[0](self.ids[self._visited, : self.start], scores)
         else:
@@ -111,6 +117,8 @@ class Emission:
                 for i, row in enumerate(self._visited)
             ]
             scores = torch.cat(parts)
+        if self._record:
+            self.scores, self.logits = (*self.scores, scores), (*self.logits, raw)
         if len(self._visited) == self.rows:
             return scores
         return scores.new_zeros(self.rows, scores.shape[1]).index_copy_(0, rows.to(device), scores)
@@ -160,8 +168,8 @@ class Emission:
     def _stops(self, row: int, value: int) -> bool:
         if value in self.ends or self.length[row] >= self.max_length:
             return True
-        ids = self.ids[row : row + 1, : self.length[row]]
-        return any(bool(torch.as_tensor(criterion(ids, None)).all()) for criterion in self._criteria)
+        ids, scores = self.ids[row : row + 1, : self.length[row]], self.scores if self._record else None
+        return any(bool(torch.as_tensor(criterion(ids, scores)).all()) for criterion in self._criteria)
 
     def _going(self) -> list[bool]:
         """Without end tokens ``generate`` pads nobody: stopped rows write on until the last one stops."""

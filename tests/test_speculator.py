@@ -278,7 +278,6 @@ def test_the_stream_ends_also_when_the_call_fails() -> None:
     [
         ({"num_beams": 2}, "beam"),
         ({"use_cache": False}, "use_cache"),
-        ({"return_dict_in_generate": True}, "return_dict_in_generate"),
         ({"output_attentions": True}, "output_attentions"),
         ({"position_ids": torch.tensor([[3, 4, 5]]), "attention_mask": torch.tensor([[0, 1, 1]])}, "position_ids"),
         ({"attention_mask": torch.tensor([[1, 1, 0]])}, "padding_side='left'"),
@@ -296,13 +295,59 @@ def test_what_is_not_exact_is_refused_by_name_before_any_forward(options: dict[s
     assert not forwards
 
 
-def test_a_filled_cache_is_refused() -> None:
+def test_scores_logits_and_cache_are_those_of_generate(source: Any) -> None:
+    """FC-085: one entry a new token; the returned cache carries on in plain generate and here (chat)."""
+    model = llama().double()
+    ids = torch.randint(3, VOCAB, (1, 9))
+    options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "repetition_penalty": 1.2}
+    asked = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    expected = model.generate(ids, **options, **asked)
+    fast = Speculator(model, source(model))
+    found = fast.generate(ids, **options, **asked)
+    assert found.sequences.tolist() == expected.sequences.tolist()
+    for name in ("scores", "logits"):
+        assert len(found[name]) == len(expected[name]) == fast.report.tokens
+        for one, other in zip(found[name], expected[name], strict=True):
+            torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+    assert found.cache.get_seq_length() == expected.cache.get_seq_length() == found.sequences.shape[1] - 1
+    more = torch.cat([found.sequences, torch.randint(3, VOCAB, (1, 5))], 1)
+    chat = model.generate(more, max_new_tokens=10, do_sample=False).tolist()
+    forwards: list[int] = []
+
+    def note(module: Any, args: Any, kwargs: Any) -> None:
+        if kwargs.get("cache") is not None:
+            forwards.append(kwargs["input_ids"].shape[1])
+
+    model.register_forward_pre_hook(note, with_kwargs=True)
+    ours = fast.generate(more, cache=found.cache, max_new_tokens=10, do_sample=False)
+    assert ours.tolist() == chat and forwards[0] == 5  # the known tokens were not run again
+    assert model.generate(more, cache=found.cache, max_new_tokens=10, do_sample=False).tolist() == chat
+
+
+def test_a_cache_that_does_not_fit_is_refused() -> None:
     """FC-112: never replaced in silence."""
     model = c64()
     cache = DynamicCache(config=model.config)
     model(torch.tensor([[1, 2, 3]]), cache=cache, use_cache=True)
-    with pytest.raises(ValueError, match="cache that already holds"):
-        Speculator(model, oracle(model)).generate(torch.tensor([[1, 2, 3, 4]]), cache=cache, max_new_tokens=4)
+    fast = Speculator(model, oracle(model))
+    for ids in (torch.tensor([[1, 2, 3]]), torch.tensor([[1, 2, 3, 4], [1, 2, 3, 4]])):
+        with pytest.raises(ValueError, match="cache of 3 tokens"):
+            fast.generate(ids, attention_mask=torch.ones_like(ids), cache=cache, max_new_tokens=4)
+    asked = {"return_dict_in_generate": True, "output_scores": True, "max_new_tokens": 4}
+    with pytest.raises(ValueError, match="output_scores for 2 rows"):
+        fast.generate(ids, attention_mask=torch.ones_like(ids), **asked)
+
+
+def test_several_sequences_of_one_prompt() -> None:
+    """num_return_sequences: rows of their own, drawn independently; with top_k=1 all are the greedy text."""
+    model = llama().double()
+    ids = torch.randint(3, VOCAB, (1, 6))
+    expected = model.generate(ids, max_new_tokens=12, do_sample=False)
+    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": True, "num_return_sequences": 3}
+    fast = Speculator(model, SOURCES["medusa"](model))
+    assert fast.generate(ids, top_k=1, **options).tolist() == expected.tolist() * 3
+    torch.manual_seed(0)
+    assert len({tuple(row) for row in fast.generate(ids, temperature=2.0, **options).tolist()}) == 3
 
 
 def test_sources_and_targets_that_do_not_fit_are_refused() -> None:
