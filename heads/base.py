@@ -113,18 +113,20 @@ class DraftHeads(PreTrainedModel):
         ``draft_ids`` [D] ascending target ids limits what the heads can say; ``options`` are HeadsConfig fields.
         """
         facts = target_facts(target.config) | {"family": cls.family_name()}
-        size = None if draft_ids is None else draft_ids.numel()
-        unknown = sorted(k for k in options if k not in HeadsConfig.__annotations__)
+        known = {"features", "num_draft_heads", "num_draft_layers"}
+        unknown = sorted(set(options) - known)
         if unknown:
-            raise ValueError(f"unknown head options {unknown}; known are {sorted(HeadsConfig.__annotations__)}")
-        tie = Tie.of(target)
+            raise ValueError(f"unknown head options {unknown}; known are {sorted(known)}")
+        tie, size = Tie.of(target), None
+        if draft_ids is not None:
+            check_draft_ids(draft_ids, facts["target_vocab_size"])
+            size = draft_ids.numel()
         config = HeadsConfig(**(facts | {"draft_vocab_size": size} | cls.defaults(facts) | options))
         config.target_fingerprint = fingerprint(tie)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             heads = cls(config)
         if draft_ids is not None:
-            check_draft_ids(draft_ids, config.target_vocab_size)
             heads.draft_ids = draft_ids.clone()
         nn.Module.to(heads, device=tie.weight.device, dtype=torch.float32)
         heads.start_from(tie)
@@ -194,6 +196,8 @@ class DraftHeads(PreTrainedModel):
 
     def forward(self, batch: Batch, tie: Tie, *, weights: Sequence[float], divergence: str = "soft_ce") -> Losses:
         """The training loss: unroll, supervised slots, chunks of rows, divergences. ``weights`` [K], one a depth."""
+        if not torch.is_autocast_enabled(batch.features.device.type):
+            batch = batch._replace(features=batch.features.to(self.dtype))
         depths = list(self.unroll(batch, tie))
         tables = [slot_table(slots, batch.tokens.shape[1]) for slots, _ in depths]
         masks = [predictions(batch.supervised, batch.document, d) for d in range(len(depths))]
@@ -251,15 +255,16 @@ def slot_table(slots: Tensor, length: int) -> Tensor:
 
 def check_draft_ids(draft_ids: Tensor, vocab_size: int) -> None:
     """Raises ValueError unless ``draft_ids`` [D] are distinct ascending ids of the target vocabulary."""
-    bad = bool((draft_ids[1:] <= draft_ids[:-1]).any()) or int(draft_ids[0]) < 0 or int(draft_ids[-1]) >= vocab_size
-    if bad:
+    ids = draft_ids.tolist()
+    if not ids or ids != sorted(set(ids)) or ids[0] < 0 or ids[-1] >= vocab_size:
         raise ValueError(
             f"draft_ids must be distinct, ascending and in 0..{vocab_size - 1}; these tables are of other heads"
         )
 
 
 def fingerprint(tie: Tie) -> str:
-    """Digest of three rows of the target's output matrix, in float32; tells other weights of the same shape."""
+    """Digest of three rows of the target's output matrix; tells other weights of the same shape, not another dtype."""
     weight = tie.weight
-    rows = weight[[0, weight.shape[0] // 2, weight.shape[0] - 1]].detach().to("cpu", torch.float32).contiguous()
+    picked = weight[[0, weight.shape[0] // 2, weight.shape[0] - 1]].detach().cpu()
+    rows = picked.bfloat16().float().contiguous()  # the same whether loaded in float32 or bfloat16
     return hashlib.sha256(rows.numpy().tobytes()).hexdigest()[:16]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -50,8 +51,9 @@ class HeadsConfig(PreTrainedConfig):
 def target_facts(target_config: PreTrainedConfig) -> dict[str, Any]:
     """The target facts a heads config copies, read from any Hugging Face causal LM config."""
     text = target_config.get_text_config(decoder=True)
+    name = str(getattr(target_config, "name_or_path", "") or "")
     return {
-        "target_name": str(getattr(target_config, "name_or_path", "") or ""),
+        "target_name": Path(name).name if Path(name).exists() else name,  # no path of a machine in a heads folder
         "target_model_type": text.model_type,
         "target_hidden_size": int(text.hidden_size),
         "target_vocab_size": int(text.vocab_size),

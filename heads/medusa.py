@@ -110,5 +110,4 @@ class Medusa(DraftHeads):
         """[..., H] -> [..., D]; the node's own token is not looked at."""
         if self.outputs is None:
             return tie.unembed(hidden)
-        logits: Tensor = self.outputs[depth](hidden)
-        return logits
+        return tie.shape(self.outputs[depth](hidden))

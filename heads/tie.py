@@ -58,6 +58,10 @@ class Tie:
         else:
             bias: Tensor | None = getattr(self.output, "bias", None)
             logits = F.linear(hidden.to(self.weight.dtype), self.weight[rows], None if bias is None else bias[rows])
+        return self.shape(logits)
+
+    def shape(self, logits: Tensor) -> Tensor:
+        """What the target does to the product with its output matrix: scale, then soft-cap. [..., D] -> [..., D]."""
         if self.logit_scale != 1.0:
             logits = logits * self.logit_scale
         if self.softcap is not None:

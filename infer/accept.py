@@ -50,10 +50,10 @@ def match(tree: DraftTree, visit: Visit) -> Accepted:
     The target's own sampler decides, so the output is the target's own, token for token and draw for draw: rule (c)
     of recursive rejection sampling, in its "sample and match" form. Works for any tree and any processor.
     """
-    node = torch.where(visit.running(), 0, -1)  # [B]
+    node = torch.where(visit.running().to(tree.tokens.device), 0, -1)  # [B]
     nodes, tokens = [], []
     while bool((node >= 0).any()):
-        token = torch.where(node >= 0, visit.draw(visit.law(node)), -1)
+        token = torch.where(node >= 0, visit.draw(visit.law(node)).to(node.device), -1)
         goes_on = visit.emit(token)
         nodes.append(node)
         tokens.append(token)

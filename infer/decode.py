@@ -56,7 +56,7 @@ def decode(
     clock.lap("prefill")
 
     while any(wanted := visit.wanted()):
-        tree = drafter.grow(visit.roots(), _budget(wanted, target, limits))
+        tree = drafter.grow(visit.roots().to(ids.device), _budget(wanted, target, limits))
         clock.lap("draft")
 
         verified = target.verify(tree)
@@ -72,6 +72,7 @@ def decode(
         clock.lap("draft")
 
     report.forwards = target.forwards
+    report.tokens -= sum(visit.overshoot())
     return report
 
 

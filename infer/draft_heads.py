@@ -43,6 +43,9 @@ class HeadsSource:
 
     def check(self, model: Any) -> list[str]:
         """Sizes must agree; other weights of the same sizes are a warning."""
+        home, needed = self.heads.device, Tie.of(model).weight.device
+        if home != needed:
+            raise ValueError(f"the heads are on {home}, the target's output layer is on {needed}: move the heads there")
         return self.heads.check_target(model)
 
     def drafter(self, model: Any, ends: Tensor) -> HeadsDrafter:

@@ -68,6 +68,9 @@ class Speculator:
         if depth is not None and depth > most:
             self.notes.append(f"depth {depth} was asked for, {source.name} guesses {most} tokens: {most} is used")
         self.nodes, self.depth = nodes, most if depth is None else min(depth, most)
+        shape = getattr(source, "shape", None)
+        if shape is not None and len(shape.parents) > nodes:
+            raise ValueError(f"the shape has {len(shape.parents)} nodes, nodes={nodes} allows fewer")
         self._checked = False
         self.report = Report()
         for note in self.notes:
@@ -91,15 +94,18 @@ class Speculator:
     ) -> Any:
         """``target.generate(...)``, sooner. Takes streamer, tokenizer and stop_strings, which transformers drops or
         refuses on its ``custom_generate`` path."""
-        config = kwargs.get("generation_config") or self.target.generation_config
-        stop_strings = stop_strings if stop_strings is not None else getattr(config, "stop_strings", None)
+        for name in ("assistant_model", "synced_gpus"):  # transformers would drop them without a word
+            if kwargs.pop(name, None):
+                raise ValueError(f"{name} is not available with speculative decoding: leave it out")
+        given = args[1] if len(args) > 1 else kwargs.get("generation_config")
+        if stop_strings is None:
+            stop_strings = getattr(given, "stop_strings", None) or self.target.generation_config.stop_strings
         if stop_strings is not None:
             if tokenizer is None:
                 raise ValueError("stop_strings need the tokenizer they are written in: pass tokenizer=")
-            if kwargs.get("generation_config") is not None:
-                kwargs["generation_config"] = GenerationConfig.from_dict(config.to_dict() | {"stop_strings": None})
             stop = StopStringCriteria(stop_strings=stop_strings, tokenizer=tokenizer)
             kwargs["stopping_criteria"] = StoppingCriteriaList([*(kwargs.get("stopping_criteria") or []), stop])
+            kwargs["stop_strings"] = None  # the criterion above stands for them
         return self.target.generate(*args, custom_generate=self, sink=streamer, **kwargs)
 
     @torch.no_grad()
@@ -122,6 +128,7 @@ class Speculator:
                 )
             known = check_call(generation_config, input_ids, model_kwargs)
             ids, lengths = left_aligned(input_ids, model_kwargs.get("attention_mask"), model_kwargs.get("position_ids"))
+            device = model.get_input_embeddings().weight.device
             if not self._checked:
                 check_model(model, self.source.wants)
                 self._checked = True
@@ -130,10 +137,10 @@ class Speculator:
             visit = self._emission(input_ids, logits_processor, stopping_criteria, generation_config, sink)
             text = model.config.get_text_config(decoder=True)
             limits = Limits(self.nodes, self.depth, getattr(text, "max_position_embeddings", None) or 1 << 60)
-            ends = torch.tensor(sorted(visit.ends), dtype=torch.int64, device=input_ids.device)
+            ends = torch.tensor(sorted(visit.ends), dtype=torch.int64, device=device)
             drafter = self.source.drafter(model, ends)
-            target = Target(model, drafter.wants, room=generation_config.max_length + self.nodes)
-            report = decode(target, drafter, RULES[self.rule], visit, ids, lengths, limits, known)
+            target = Target(model, drafter.wants)
+            report = decode(target, drafter, RULES[self.rule], visit, ids.to(device), lengths.to(device), limits, known)
             report.drafter, report.rule, report.notes = self.source.name, self.rule, list(self.notes)
             self.report = report
             return _output(visit, target, generation_config)
@@ -147,7 +154,7 @@ class Speculator:
             ids,
             processors,
             criteria,
-            max_length=config.max_length,
+            max_length=criteria.max_length or config.max_length,  # a MaxLengthCriteria of the caller's replaces it
             do_sample=bool(config.do_sample),
             pad=None if pad is None else int(pad),
             sink=sink,
@@ -184,6 +191,16 @@ def check_target(model: Any) -> None:
             f"attention {implementation!r} cannot take a tree mask; "
             "load the target with attn_implementation='sdpa' (or 'eager')"
         )
+    alibi = "its attention biases count slots, not positions"
+    slots = {"gpt_neo": "its local attention counts slots, not positions", "mpt": alibi, "bloom": alibi}
+    why = slots.get(text.model_type, alibi if getattr(text, "alibi", False) else None)
+    if why:
+        raise ValueError(f"{type(model).__name__} cannot take a tree: {why}; a target with rotary positions is needed")
+    if (getattr(text, "rope_parameters", None) or {}).get("rope_type") == "longrope":
+        raise ValueError(
+            "rope_type longrope picks its frequencies by the longest position of a forward, so guesses would change "
+            "the tokens before them; a target with another rope_type is needed"
+        )
     attention_windows(text)
 
 
@@ -213,10 +230,14 @@ def check_call(config: GenerationConfig, ids: Tensor, model_kwargs: dict[str, An
     rows = ids.shape[0]
     if config.return_dict_in_generate and rows > 1:
         refused += [f"{n} for {rows} rows (one row)" for n in ("output_scores", "output_logits") if getattr(config, n)]
+    if config.cache_implementation not in (None, "dynamic"):
+        refused.append(f"cache_implementation={config.cache_implementation!r} (leave it out)")
     if model_kwargs.get("use_cache") is False:
         refused.append("use_cache=False (a verified tree needs the cache)")
     cache = model_kwargs.get("cache") if model_kwargs.get("cache") is not None else model_kwargs.get("past_key_values")
     held = 0 if cache is None else int(cache.get_seq_length())
+    if cache is not None and not held and getattr(cache, "_is_user_defined", False):
+        refused.append("an empty cache to be filled (use return_dict_in_generate=True, which returns one)")
     if held and (ids.shape[0] > 1 or held >= ids.shape[1] or model_kwargs.get("attention_mask") is not None):
         refused.append(
             f"a cache of {held} tokens with a prompt of {tuple(ids.shape)} (one row without padding, the whole text "
@@ -235,12 +256,10 @@ def left_aligned(ids: Tensor, mask: Tensor | None, positions: Tensor | None) -> 
 
     Raises ValueError for padding on the right or inside, for empty rows and for positions other than 0, 1, 2 ...
     """
-    rows, width = ids.shape
+    width = ids.shape[1]
     if width == 0:
         raise ValueError("an empty prompt was given; at least one token is needed to begin with")
-    if mask is None:
-        return ids, torch.full((rows,), width, dtype=torch.int64, device=ids.device)
-    mask = mask.to(ids.device).bool()
+    mask = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.to(ids.device).bool()
     lengths = mask.sum(1)
     index = torch.arange(width, device=ids.device)
     if bool((mask != (index >= width - lengths[:, None])).any()) or bool((lengths == 0).any()):

@@ -154,11 +154,46 @@ def tree_mask(
 
 @torch.no_grad()
 def check_model(model: Any, wants: tuple[int, ...]) -> None:
-    """One short forward that checks what the toolkit relies on; raises ValueError naming what does not hold.
+    """A few short forwards that check what the toolkit relies on; raises ValueError naming what does not hold.
 
-    The hidden states a list selects must be those of ``output_hidden_states=True``, and the output layer applied to
-    the last one must give the logits.
+    The hidden states a list selects must be those of ``output_hidden_states=True``, the output layer applied to the
+    last one must give the logits, and a branching tree must say what plain forwards over its paths say.
     """
+    _check_features(model, wants)
+    _check_tree(model)
+
+
+def _check_tree(model: Any) -> None:
+    """A prefix of 20 tokens, two branches of two nodes, against a plain forward of each branch."""
+    device = model.get_input_embeddings().weight.device
+    vocab = model.config.get_text_config(decoder=True).vocab_size
+    ids = (torch.arange(1, 26, device=device) * 7919) % vocab
+    prefix, parents = ids[:20], torch.tensor([[-1, 0, 0, 1, 2]], device=device)
+    tree = DraftTree(torch.cat([prefix[-1:], ids[20:24]])[None], parents, torch.ones_like(parents, dtype=torch.bool))
+    target = Target(model)
+    try:
+        for _ in target.prefill(prefix[None], torch.tensor([20], device=device)):
+            pass
+        found = target.verify(tree).logits[0, 3:].float()  # the two leaves
+    except Exception as error:
+        raise ValueError(
+            f"{type(model).__name__} does not take a tree of guesses ({type(error).__name__}: {error}); "
+            "a decoder with rotary or learned positions and plain attention is needed"
+        ) from error
+    paths = torch.stack([torch.cat([prefix, ids[[20, 22]]]), torch.cat([prefix, ids[[21, 23]]])])
+    plain = model(input_ids=paths, use_cache=False, return_dict=True).logits[:, -1].float()
+    scale = plain.abs().max().clamp(min=1.0)
+    allowed = 0.1 if model.dtype in (torch.bfloat16, torch.float16) else 1e-3
+    error_size = float((found - plain).abs().max() / scale)
+    if not error_size <= allowed:
+        raise ValueError(
+            f"{type(model).__name__} gives other logits for a tree of guesses than for plain text (relative difference "
+            f"{error_size:.2g}): its attention does not go by mask and position alone, so the text would be wrong"
+        )
+
+
+def _check_features(model: Any, wants: tuple[int, ...]) -> None:
+    """Hidden states by number, and the output layer, in one forward of three tokens."""
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
     odd = [i for i in wants if not 0 <= i <= layers]
     if odd:

@@ -83,11 +83,11 @@ class Emission:
             )
         self.ids = prompt.new_full((self.rows, max(max_length, self.start)), 0 if pad is None else pad)
         self.ids[:, : self.start] = prompt
-        self.pad = pad
         self.length = [self.start] * self.rows  # padded coordinates, prompt included
         self._stopped: list[int | None] = [None] * self.rows  # length at which a criterion first held
-        self.ends = {i for c in criteria if isinstance(c, EosTokenCriteria) for i in c.eos_token_id.tolist()}
-        self._criteria = [c for c in criteria if not isinstance(c, (EosTokenCriteria, MaxLengthCriteria))]
+        self.ends = {i for c in criteria if type(c) is EosTokenCriteria for i in c.eos_token_id.tolist()}
+        self._pads = any(hasattr(c, "eos_token_id") for c in criteria)  # generate pads finished rows only then
+        self._criteria = [c for c in criteria if type(c) not in (EosTokenCriteria, MaxLengthCriteria)]
         self._tensor_only = all(type(p) in TENSOR_ONLY for p in processors)
         self._processors: list[Any] = [row_view(processors, row, self.rows) for row in range(self.rows)]
         self._verified: Verified | None = None
@@ -121,7 +121,7 @@ class Emission:
             self.scores, self.logits = (*self.scores, scores), (*self.logits, raw)
         if len(self._visited) == self.rows:
             return scores
-        return scores.new_zeros(self.rows, scores.shape[1]).index_copy_(0, rows.to(device), scores)
+        return scores.new_zeros(self.rows, scores.shape[1]).index_copy_(0, rows.to(device), scores)  # [B, V]
 
     def draw(self, scores: Tensor) -> Tensor:
         """[B, V] -> [B]: argmax, or one multinomial draw a visited row from the softmax, exactly as ``generate``."""
@@ -161,31 +161,42 @@ class Emission:
         going = self._going()
         return [self.max_length - length if on else 0 for length, on in zip(self.length, going, strict=True)]
 
+    @property
+    def longest(self) -> int:
+        """Padded length of the text so far; once all rows have stopped, where the last one did."""
+        stopped = [s for s in self._stopped if s is not None]
+        return max(stopped) if len(stopped) == self.rows else max(self.length)
+
     def sequences(self) -> Tensor:
         """Prompt and tokens [B, P + longest], finished rows padded, as ``generate`` returns them."""
-        return self.ids[:, : max(self.length)]
+        return self.ids[:, : self.longest]
 
     def _stops(self, row: int, value: int) -> bool:
-        if value in self.ends or self.length[row] >= self.max_length:
-            return True
         ids, scores = self.ids[row : row + 1, : self.length[row]], self.scores if self._record else None
-        return any(bool(torch.as_tensor(criterion(ids, scores)).all()) for criterion in self._criteria)
+        held = [bool(torch.as_tensor(criterion(ids, scores)).all()) for criterion in self._criteria]  # each is asked
+        return value in self.ends or self.length[row] >= self.max_length or any(held)
 
     def _going(self) -> list[bool]:
         """Without end tokens ``generate`` pads nobody: stopped rows write on until the last one stops."""
         stopped = [s for s in self._stopped if s is not None]
-        if self.ends:
+        if self._pads:
             return [s is None for s in self._stopped]
         if len(stopped) < self.rows:
             return [length < self.max_length for length in self.length]
         return [length < max(stopped) for length in self.length]
+
+    def overshoot(self) -> list[int]:
+        """Tokens each row wrote past the place where the last row stopped: they are in no result."""
+        return [max(0, length - self.longest) for length in self.length]
 
     def _stream(self) -> None:
         """Puts a column of tokens [B] as soon as every row has it or is finished."""
         if self.sink is None:
             return
         going = self._going()
-        ready = min([n for n, on in zip(self.length, going, strict=True) if on], default=max(self.length))
+        ready = min([n for n, on in zip(self.length, going, strict=True) if on], default=self.longest)
+        if not self._pads and None in self._stopped:  # who stops last is not known: stream what all rows have passed
+            ready = min(self.length)
         while self._streamed < ready:
             self.sink.put(self.ids[:, self._streamed].cpu())
             self._streamed += 1

@@ -138,10 +138,15 @@ def _compare(fast: "Speculator", inputs: list[Any], options: dict[str, Any], see
         runs.append(
             Run(name, plain_speed, fast_speed, ours.shape[0] - ids.shape[0], fast.report.tokens_per_pass, verdict)
         )
+    bugs = [run for run in runs if "a bug" in run.verdict]
     speedup = _table(runs, f"{fast.target.dtype}".removeprefix("torch."))
     if save is not None:
         figures = {"median_speedup": speedup, "runs": [run._asdict() for run in runs]}
         save.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    if bugs:
+        raise ValueError(
+            f"{len(bugs)} of {len(runs)} texts differ from plain decoding by more than rounding: please report"
+        )
 
 
 def _table(runs: list[Run], dtype: str) -> float:

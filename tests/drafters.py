@@ -36,6 +36,11 @@ def oracle(model: Any, depth: int = 4, **options: Any) -> ScriptedSource:
     return ScriptedSource(_sharing(depth=depth, **options), "oracle", depth)
 
 
+def replay(text: Tensor, depth: int = 4, **options: Any) -> ScriptedSource:
+    """Knows the text [P + new] to come, sampled or not; among decoys, as the oracle."""
+    return ScriptedSource(lambda m: Scripted.replay(m, text.tolist(), depth=depth, **options), "replay", depth)
+
+
 def adversary(model: Any) -> ScriptedSource:
     """Never right."""
     return ScriptedSource(_sharing(depth=4, right=False), "adversary")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from headstart.infer.accept import match
+from headstart.infer.accept import Accepted, match
 from headstart.infer.tree import DraftTree
 
 
@@ -80,23 +81,32 @@ def test_the_law_is_the_targets_for_any_tree() -> None:
     """Exact enumeration over V = 3, depth 2: the law of the first two tokens is p(a) p(b | a), whatever was guessed."""
     p = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
     given = torch.tensor([[0.1, 0.6, 0.3], [0.4, 0.4, 0.2], [0.25, 0.25, 0.5]], dtype=torch.float64)
+    torch.testing.assert_close(law_of(match, p, given), p[:, None] * given)
+
+
+def test_a_rule_that_follows_the_first_guess_fails_the_same_enumeration() -> None:
+    """Negative control: going down the first child whatever was drawn does not give the target's law."""
+    p = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
+    given = torch.tensor([[0.1, 0.6, 0.3], [0.4, 0.4, 0.2], [0.25, 0.25, 0.5]], dtype=torch.float64)
+
+    def biased(tree: DraftTree, visit: Any) -> Accepted:
+        first = visit.draw(visit.law(torch.tensor([0])))
+        visit.emit(first)
+        second = visit.draw(visit.law(torch.tensor([1])))
+        return Accepted(torch.tensor([[0, 1]]), torch.stack([first, second], 1), torch.tensor([2]))
+
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(law_of(biased, p, given), p[:, None] * given)
+
+
+def law_of(rule: Any, p: Tensor, given: Tensor) -> Tensor:
+    """The law [3, 3] of the first two tokens, every outcome of every draw weighed: guesses 0 and 2, and 1 after 2."""
     guessed = DraftTree(torch.tensor([[9, 0, 2, 1]]), torch.tensor([[-1, 0, 0, 2]]), torch.ones(1, 4).bool())
     law = torch.zeros(3, 3, dtype=torch.float64)
-    for first, second, later in itertools.product(range(3), repeat=3):
-        # node 0 draws `first`; a guessed child draws `second` in the same pass, else the next pass does, at its root
-        script = Script([{0: first, 1: second, 2: second, 3: later}])
-        accepted = match(guessed, script).tokens[0].tolist()
-        text = accepted if len(accepted) > 1 else [*accepted, second]
-        weight = p[first] * given[first, second] * given[second, later]
-        law[text[0], text[1]] += weight
-    torch.testing.assert_close(law, p[:, None] * given)
-
-
-def test_a_rule_that_would_accept_by_draft_confidence_fails_the_same_enumeration() -> None:
-    """Negative control: following the first child whatever was drawn does not give the target's law."""
-    p = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
-    biased = torch.zeros(3, dtype=torch.float64)
-    for first in range(3):
-        biased[0 if first != 2 else first] += p[first]
-    with pytest.raises(AssertionError):
-        torch.testing.assert_close(biased, p)
+    for first, after_0, after_2, later, alone in itertools.product(range(3), repeat=5):
+        weight = p[first] * given[0, after_0] * given[2, after_2] * given[1, later]
+        accepted = rule(guessed, Script([{0: first, 1: after_0, 2: after_2, 3: later}])).tokens[0].tolist()
+        # where the pass ended after one token, the next pass draws the second at its root
+        text = accepted if len(accepted) > 1 else [*accepted, alone]
+        law[text[0], text[1]] += weight * (given[first, alone] if len(accepted) == 1 else 1 / 3)
+    return law

@@ -40,6 +40,17 @@ def test_a_folder_without_its_last_file_is_not_a_checkpoint(tmp_path: Path) -> N
     assert found is not None and found.step == 1
 
 
+def test_a_damaged_checkpoint_is_passed_over_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """FC-049: the newest weight file cut to half."""
+    save(tmp_path, 1)
+    file = save(tmp_path, 2) / "heads" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    with caplog.at_level("WARNING"):
+        found = checkpoint.latest(tmp_path, "d")
+    assert found is not None and found.step == 1
+    assert "step-000002 is damaged" in caplog.text
+
+
 def test_another_run_is_refused_and_untouched(tmp_path: Path) -> None:
     folder = save(tmp_path, 1)
     with pytest.raises(ValueError, match="another out=FOLDER"):

@@ -138,6 +138,7 @@ def test_a_killed_run_goes_on(babbler: Any, tmp_path: Path, monkeypatch: pytest.
             shutil.copytree(tmp_path / "run", killed)  # what a kill at this moment leaves
 
     distill(babbler, byte_tokenizer(), SIX, tmp_path / "run", progress=progress, **options)
+    assert json.loads((killed / "provenance.json").read_text())["counts"] == {"answered": 3, "dropped": 0}
     first = (killed / "answers.jsonl").read_bytes()
     with (killed / "answers.jsonl").open("ab") as file:
         file.write(first[:40])  # a line that was torn off

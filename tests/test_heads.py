@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import Gemma2Config, Gemma2ForCausalLM, GraniteConfig, GraniteForCausalLM
+from transformers import Gemma2Config, Gemma2ForCausalLM, GraniteConfig, GraniteForCausalLM, LlamaForCausalLM
 
 from headstart.heads import FAMILIES, Batch, DraftHeads, HeadsConfig, Tie, family, load_heads
 from headstart.heads import base as base_module
@@ -141,6 +141,21 @@ def test_fresh_medusa_heads_repeat_the_targets_next_token_law(draft_ids: Tensor 
         torch.testing.assert_close(heads.logits(hidden, data.tokens, depth, tie), expected)
 
 
+def test_a_draft_vocabulary_scales_and_caps_as_the_target_does() -> None:
+    torch.manual_seed(0)
+    target = GraniteForCausalLM(GraniteConfig(**SIZES, logits_scaling=3.0)).eval()
+    heads, tie, data = FAMILIES["medusa"].from_target(target, draft_ids=DRAFT), Tie.of(target), batch()
+    _, hidden = next(heads.unroll(data, tie))
+    torch.testing.assert_close(heads.logits(hidden, data.tokens, 0, tie), tie.unembed(data.features, DRAFT))
+
+
+def test_no_path_of_a_machine_is_kept(tmp_path: Path) -> None:
+    """FC-065: a target loaded from a folder leaves its folder's name only."""
+    llama().save_pretrained(tmp_path / "toy")
+    target = LlamaForCausalLM.from_pretrained(tmp_path / "toy")
+    assert FAMILIES["medusa"].from_target(target).config.target_name == "toy"
+
+
 def test_medusa_heads_do_not_share_blocks() -> None:
     heads = FAMILIES["medusa"].from_target(llama(), num_draft_layers=3)
     tensors = [p.data_ptr() for p in heads.parameters()]
@@ -219,8 +234,11 @@ def test_a_later_format_is_refused_with_the_way_out(tmp_path: Path) -> None:
 def test_unknown_families_and_options_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="'medusa'"):
         family("medus")
-    with pytest.raises(ValueError, match="num_layrs"):
-        FAMILIES["medusa"].from_target(llama(), num_layrs=2)
+    for wrong in ("num_layrs", "draft_vocab_size", "target_vocab_size"):
+        with pytest.raises(ValueError, match=wrong):
+            FAMILIES["medusa"].from_target(llama(), **{wrong: 2})
+    with pytest.raises(ValueError, match="distinct, ascending"):
+        FAMILIES["medusa"].from_target(llama(), draft_ids=torch.zeros(0, dtype=torch.int64))
     llama().config.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="no Headstart heads"):
         load_heads(str(tmp_path))
@@ -238,6 +256,7 @@ def test_the_target_is_recognised(kind: Any) -> None:
     heads = kind.from_target(llama())
     assert heads.check_target(llama()) == []
     assert heads.config.target_fingerprint == fingerprint(Tie.of(llama()))
+    assert heads.check_target(llama().bfloat16()) == []  # the same weights, rounded
     assert "other weights" in heads.check_target(llama(seed=1))[0]
     with pytest.raises(ValueError, match="vocab_size: heads for 320, the target has 64"):
         heads.check_target(llama(vocab_size=64))

@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from headstart.infer.accept import RULES, match
 from headstart.infer.speculator import Speculator
-from tests.drafters import SOURCES, oracle
+from tests.drafters import SOURCES, oracle, replay
 from tests.toys import TARGETS, VOCAB
 
 NEW = 32
@@ -126,11 +127,46 @@ def test_an_oracle_gives_depth_plus_one_tokens_a_pass(model: Any, depth: int) ->
         model.generation_config.eos_token_id = 2
 
 
-def test_rows_accept_different_counts(model: Any) -> None:
-    """The ragged path is really taken: rows of one batch advance by different numbers of tokens."""
-    fast = Speculator(model, SOURCES["medusa"](model), nodes=16)
-    fast.generate(**padded_batch(), max_new_tokens=NEW, do_sample=False)
-    assert len({accepted for accepted, _ in fast.report.rounds}) > 1
+@pytest.mark.parametrize("options", [HOT, TOGETHER], ids=["T=1.5", "together"])
+def test_sampled_text_is_accepted_whole_when_it_is_guessed(model: Any, options: dict[str, Any]) -> None:
+    """Under sampling too: a source that knows the draws to come gets depth + 1 tokens from every pass."""
+    model.generation_config.eos_token_id = None
+    try:
+        for seed in range(3):
+            torch.manual_seed(seed)
+            expected = model.generate(prompt(), max_new_tokens=20, do_sample=True, pad_token_id=0, **options)
+            state = torch.get_rng_state()
+            torch.manual_seed(seed)
+            fast = Speculator(model, replay(expected[0], seed=seed), nodes=64)
+            with counted(model) as widths:
+                found = fast.generate(prompt(), max_new_tokens=20, do_sample=True, pad_token_id=0, **options)
+            assert found.tolist() == expected.tolist() and torch.equal(torch.get_rng_state(), state)
+            assert len(widths) - fast.report.prefill_forwards == 4 and fast.report.tokens_per_pass == 5
+    finally:
+        model.generation_config.eos_token_id = 2
+
+
+def test_rows_accept_different_counts(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ragged path is really taken: in one and the same step rows advance by different numbers of tokens."""
+    steps: list[list[int]] = []
+
+    def watched(tree: Any, visit: Any) -> Any:
+        accepted = match(tree, visit)
+        steps.append([c for c in accepted.count.tolist() if c])
+        return accepted
+
+    monkeypatch.setitem(RULES, "match", watched)
+    fast = Speculator(
+        model, SOURCES["oracle"](model) if model.config.model_type == "mistral" else SOURCES["medusa"](model)
+    )
+    ids = prompt(8, 7)
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": NEW, "do_sample": False}
+    with counted(model) as widths:
+        found = fast.generate(ids, **options)
+    assert found.tolist() == model.generate(ids, **options).tolist()
+    assert len(widths) == fast.report.forwards == len(steps) + fast.report.prefill_forwards
+    if fast.source.name == "medusa":
+        assert any(len(set(counts)) > 1 for counts in steps)
 
 
 def test_sampling_in_a_batch_draws_each_row_from_its_own_law(model: Any) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from headstart.train.recipe import Recipe, load_recipe
+from headstart.train.recipe import DataPart, Recipe, load_recipe
 
 MINIMAL = "target: toy\nout: out\ndata:\n  train: [rows.jsonl]\n"
 
@@ -68,17 +68,19 @@ def test_a_missing_recipe_and_one_that_is_no_mapping(tmp_path: Path) -> None:
 
 def test_every_boolean_can_be_switched_off(recipe: Path) -> None:
     """FC-116, by command line and by file."""
-    switches = [name for name, field in Recipe.model_fields.items() if field.annotation is bool]
-    assert switches == ["resume"]
-    for name in switches:
-        assert getattr(load_recipe(recipe, [f"{name}=false"]), name) is False
-        recipe.write_text(f"{MINIMAL}{name}: false\n")
-        assert getattr(load_recipe(recipe), name) is False
+    assert [name for name, field in Recipe.model_fields.items() if field.annotation is bool] == ["resume"]
+    assert [name for name, field in DataPart.model_fields.items() if field.annotation is bool] == ["remember"]
+    for value in (True, False):
+        loaded = load_recipe(recipe, [f"resume={value}", f"data.remember={value}"])
+        assert (loaded.resume, loaded.data.remember) == (value, value)
+        recipe.write_text(f"{MINIMAL}  remember: {value}\nresume: {value}\n")
+        assert (load_recipe(recipe).resume, load_recipe(recipe).data.remember) == (value, value)
 
 
 def test_the_digest_sees_what_changes_the_result_and_nothing_else(recipe: Path) -> None:
     same = load_recipe(recipe).digest()
     assert load_recipe(recipe, ["every.log=1", "out=elsewhere", "evaluate.nodes=4"]).digest() == same
+    assert load_recipe(recipe, [f"data.train=[{recipe.parent / 'rows.jsonl'}]"]).digest() == same
     assert load_recipe(recipe, ["seed=1"]).digest() != same
     assert load_recipe(recipe, ["optim.lr=1"]).digest() != same
 

@@ -8,10 +8,19 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 from transformers.cache_utils import DynamicCache
 
+from headstart.infer import speculator
 from headstart.infer.speculator import Speculator
+from headstart.infer.target import Target
 from tests.byte_tokenizer import byte_tokenizer
 from tests.drafters import SOURCES, adversary, oracle
 from tests.toys import VOCAB, c64, chain, llama
@@ -141,29 +150,20 @@ def test_short_prompts(source: Any, length: int) -> None:
     )
 
 
-def test_the_cache_holds_what_was_kept_after_each_round() -> None:
+def test_the_cache_holds_what_was_kept_after_each_round(monkeypatch: pytest.MonkeyPatch) -> None:
     """FC-106: length = prompt - 1 + tokens kept, when everything is refused and when everything is accepted."""
-    from headstart.infer import decode
-    from headstart.infer.target import Target
+    kept: list[int] = []
 
+    class Watched(Target):
+        def commit(self, path: Any) -> None:
+            super().commit(path)
+            kept.append(int(self.cache.lengths[0]))
+
+    monkeypatch.setattr(speculator, "Target", Watched)
     model = c64()
     for make, per_round in ((adversary, 1), (oracle, 5)):
-        kept: list[int] = []
-
-        class Watched(Target):
-            def commit(self, path: Any, kept: list[int] = kept) -> None:
-                super().commit(path)
-                kept.append(int(self.cache.lengths[0]))
-
-        original = decode.Target
-        import headstart.infer.speculator as module
-
-        module.Target, before = Watched, module.Target  # type: ignore[misc]
-        try:
-            Speculator(model, make(model), nodes=32).generate(torch.tensor([[5]]), max_new_tokens=10, do_sample=False)
-        finally:
-            module.Target = before  # type: ignore[misc]
-        assert original is Target
+        kept.clear()
+        Speculator(model, make(model), nodes=32).generate(torch.tensor([[5]]), max_new_tokens=10, do_sample=False)
         assert kept == list(range(per_round, 11, per_round))
 
 
@@ -215,6 +215,27 @@ def test_stop_strings_inside_a_block() -> None:
         fast.generate(start, max_new_tokens=20, stop_strings="STOP")
 
 
+def test_stop_strings_of_the_models_own_or_a_positional_config() -> None:
+    tokenizer = byte_tokenizer()
+    ids = tokenizer("abSTOPcd", add_special_tokens=False)["input_ids"]
+    model = chain(dict(zip(ids, [*ids[1:], ids[0]], strict=True)))
+    start = torch.tensor([ids[:1]])
+    config = GenerationConfig(stop_strings="STOP", max_new_tokens=20, do_sample=False)
+    fast = Speculator(model, oracle(model))
+    assert fast.generate(start, config, tokenizer=tokenizer)[0].tolist() == ids[:6]
+    model.generation_config.stop_strings = ["STOP"]
+    assert fast.generate(start, max_new_tokens=20, do_sample=False, tokenizer=tokenizer)[0].tolist() == ids[:6]
+
+
+def test_a_length_criterion_of_the_caller_replaces_the_limit() -> None:
+    model = c64()
+    options: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False}
+    limit = StoppingCriteriaList([MaxLengthCriteria(10)])
+    expected = model.generate(torch.tensor([[5]]), stopping_criteria=limit, **options)
+    found = Speculator(model, oracle(model)).generate(torch.tensor([[5]]), stopping_criteria=limit, **options)
+    assert found.tolist() == expected.tolist() and found.shape[1] == 10
+
+
 def test_custom_criteria_see_one_token_at_a_time() -> None:
     class Recorder(StoppingCriteria):
         def __init__(self) -> None:
@@ -234,6 +255,16 @@ def test_custom_criteria_see_one_token_at_a_time() -> None:
         torch.tensor([[5]]), max_new_tokens=30, do_sample=False, stopping_criteria=StoppingCriteriaList([ours])
     )
     assert ours.seen == plain.seen and ours.seen[-1][-1] == 17
+    plain.seen, ours.seen = [], []
+    model = c64(eos=9)  # they are asked about the end token too
+    model.generate(
+        torch.tensor([[5]]), max_new_tokens=30, pad_token_id=0, stopping_criteria=StoppingCriteriaList([plain])
+    )
+    fast = Speculator(model, oracle(model))
+    fast.generate(
+        torch.tensor([[5]]), max_new_tokens=30, pad_token_id=0, stopping_criteria=StoppingCriteriaList([ours])
+    )
+    assert ours.seen == plain.seen and len(ours.seen) == 4
 
 
 def test_rows_stopped_by_a_criterion_without_end_tokens_go_on_as_in_generate() -> None:
@@ -245,9 +276,34 @@ def test_rows_stopped_by_a_criterion_without_end_tokens_go_on_as_in_generate() -
     ids = torch.tensor([[5], [12]])
     options: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 30, "do_sample": False}
     expected = model.generate(ids, stopping_criteria=StoppingCriteriaList([At()]), **options)
-    fast = Speculator(model, oracle(model))
-    found = fast.generate(ids, stopping_criteria=StoppingCriteriaList([At()]), **options)
-    assert found.tolist() == expected.tolist()
+    for source in (oracle(model), HalfOracle(model)):  # the second guesses for the second row only
+        fast, sink = Speculator(model, source), Sink()
+        found = fast.generate(ids, stopping_criteria=StoppingCriteriaList([At()]), streamer=sink, **options)
+        assert found.tolist() == expected.tolist()
+        assert torch.tensor(sink.put_[1:]).T.tolist() == expected[:, 1:].tolist()
+        assert fast.report.tokens == 2 * (expected.shape[1] - 1)
+
+
+class HalfOracle:
+    """Right about the second row, silent about the first: the row that stops first is the faster one."""
+
+    name, depth, wants = "half", 4, ()
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def check(self, model: Any) -> list[str]:
+        return []
+
+    def drafter(self, model: Any, ends: Tensor) -> Any:
+        drafter = oracle(self.model).drafter(model, ends)
+        whole = drafter.grow
+
+        def half(root: Tensor, budget: Any) -> Any:
+            return whole(root, budget._replace(room=budget.room * torch.tensor([0, 1])))
+
+        drafter.grow = half  # type: ignore[method-assign]
+        return drafter
 
 
 def test_a_batch_streams_whole_columns() -> None:
@@ -280,6 +336,11 @@ def test_the_stream_ends_also_when_the_call_fails() -> None:
         ({"use_cache": False}, "use_cache"),
         ({"output_attentions": True}, "output_attentions"),
         ({"position_ids": torch.tensor([[3, 4, 5]]), "attention_mask": torch.tensor([[0, 1, 1]])}, "position_ids"),
+        ({"position_ids": torch.tensor([[0, 5, 9]])}, "position_ids"),
+        ({"assistant_model": c64()}, "assistant_model"),
+        ({"synced_gpus": True}, "synced_gpus"),
+        ({"cache_implementation": "static"}, "cache_implementation='static'"),
+        ({"cache": DynamicCache()}, "an empty cache"),
         ({"attention_mask": torch.tensor([[1, 1, 0]])}, "padding_side='left'"),
         ({"attention_mask": torch.tensor([[1, 0, 1]])}, "padding_side='left'"),
         ({"inputs_embeds": torch.zeros(1, 3, 64)}, "inputs_embeds|not understood"),
@@ -362,6 +423,15 @@ def test_sources_and_targets_that_do_not_fit_are_refused() -> None:
         Speculator(model, oracle(model), width=4)
     with pytest.raises(ValueError, match="unknown rule 'guess'"):
         Speculator(model, SOURCES["medusa"](model), rule="guess")
+    for kind, why in (("gpt_neo", "counts slots"), ("bloom", "attention biases"), ("mpt", "attention biases")):
+        odd = llama()
+        odd.config.model_type = kind
+        with pytest.raises(ValueError, match=why):
+            Speculator(odd, "prompt-lookup")
+    odd = llama()
+    odd.config.rope_parameters = {"rope_type": "longrope", "rope_theta": 1e4}
+    with pytest.raises(ValueError, match="longrope"):
+        Speculator(odd, "prompt-lookup")
     model.config._attn_implementation = "flash_attention_2"
     with pytest.raises(ValueError, match="flash_attention_2"):
         Speculator(model, SOURCES["medusa"](llama()))
@@ -377,6 +447,37 @@ def test_heads_of_other_weights_warn_and_stay_exact() -> None:
     expected = other.generate(ids, max_new_tokens=20, do_sample=False)
     assert fast.generate(ids, max_new_tokens=20, do_sample=False).tolist() == expected.tolist()
     assert "other weights" in str(fast.report)
+
+
+@pytest.mark.parametrize("spoil", ["all", "one head"])
+def test_heads_full_of_nan_change_no_text(spoil: str) -> None:
+    model = llama().double()
+    heads = SOURCES["medusa"](model)
+    with torch.no_grad():
+        for p in heads.parameters() if spoil == "all" else heads.blocks[2].parameters():
+            p.fill_(float("nan"))
+    ids = torch.randint(3, VOCAB, (1, 8))
+    expected = model.generate(ids, max_new_tokens=20, do_sample=False)
+    assert Speculator(model, heads).generate(ids, max_new_tokens=20, do_sample=False).tolist() == expected.tolist()
+
+
+def test_a_penalty_sees_each_row_without_its_padding() -> None:
+    """The padding token is the one a row would say next: counting it in would push it away."""
+    model = llama().double()
+    alone = torch.randint(3, VOCAB, (1, 4), generator=torch.Generator().manual_seed(1))
+    pad = int(model.generate(alone, max_new_tokens=1, do_sample=False)[0, -1])
+    ids = torch.randint(3, VOCAB, (2, 9), generator=torch.Generator().manual_seed(2))
+    mask = torch.ones_like(ids)
+    ids[1, :5], mask[1, :5], ids[1, 5:] = pad, 0, alone[0]
+    options: dict[str, Any] = {
+        "attention_mask": mask,
+        "max_new_tokens": 12,
+        "repetition_penalty": 5.0,
+        "do_sample": False,
+    }
+    expected = model.generate(ids, **options)
+    assert expected[1, 9] == pad
+    assert Speculator(model, SOURCES["medusa"](model)).generate(ids, **options).tolist() == expected.tolist()
 
 
 def test_depth_is_capped_with_a_notice_and_zero_is_plain_decoding() -> None:

@@ -99,7 +99,7 @@ def make_heads(recipe: Recipe, target: Any, rows: Sequence[Masked], tracker: Tra
         share = coverage(counts, chosen)
         tracker.say(f"draft vocabulary: {chosen.numel()} of {counts.numel()} tokens, {share:.1%} of the answers")
     heads = family(recipe.heads.family).from_target(target, draft_ids=chosen, seed=recipe.seed, **options)
-    heads.config.target_name = recipe.target if not Path(recipe.target).exists() else Path(recipe.target).name
+    heads.config.target_name = Path(recipe.target).name if Path(recipe.target).exists() else recipe.target
     parameters = sum(p.numel() for p in heads.parameters())
     tracker.say(f"{recipe.heads.family} heads: {parameters / 1e6:.2f} M trainable parameters, target frozen")
     return heads
@@ -136,6 +136,7 @@ def train_heads(
         save_every=every.save,
         keep=every.keep,
         fit_batches=optim.fit_batches,
+        remember=recipe.data.remember,
     )
     tracker.begin(plan.steps)
 

@@ -6,6 +6,7 @@ out/checkpoints/step-000200/   heads/  state.pt (optimizer, random state)  state
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 from pathlib import Path
@@ -14,6 +15,8 @@ from typing import Any, NamedTuple
 import torch
 
 from headstart.heads import DraftHeads
+
+logger = logging.getLogger(__name__)
 
 COMPLETE = "state.json"  # written last
 VERSION = 1
@@ -36,7 +39,9 @@ def save(out: Path, step: int, heads: DraftHeads, state: dict[str, Any], facts: 
     partial.mkdir(parents=True)
     heads.save_pretrained(partial / "heads")
     torch.save(state, partial / "state.pt")
-    (partial / COMPLETE).write_text(json.dumps({"version": VERSION, "step": step} | facts, indent=1))
+    sizes = {str(f.relative_to(partial)): f.stat().st_size for f in partial.rglob("*") if f.is_file()}
+    told = {"version": VERSION, "step": step, "sizes": sizes} | facts
+    (partial / COMPLETE).write_text(json.dumps(told, indent=1))
     for path in (*partial.rglob("*"), partial):
         sync(path)
     if folder.exists():
@@ -55,25 +60,38 @@ def complete(out: Path) -> list[Path]:
 
 
 def latest(out: Path, digest: str) -> Restored | None:
-    """The newest complete checkpoint, or None. Leftovers of a killed writer are removed.
+    """The newest whole checkpoint, or None. Leftovers of a killed writer are removed; a damaged one is passed over
+    and named.
 
     Raises ValueError where ``out`` holds a run of another recipe or data (``digest``): nothing is overwritten.
     """
     for leftover in (out / "checkpoints").glob(".step-*"):
         shutil.rmtree(leftover, ignore_errors=True)
-    found = complete(out)
-    if not found:
+    folder, facts = _newest_whole(out)
+    if folder is None:
         return None
-    facts = json.loads((found[-1] / COMPLETE).read_text())
     if facts["version"] > VERSION:
-        raise ValueError(f"{found[-1]} has checkpoint version {facts['version']}, this release reads up to {VERSION}")
+        raise ValueError(f"{folder} has checkpoint version {facts['version']}, this release reads up to {VERSION}")
     if facts["digest"] != digest:
         raise ValueError(
             f"{out} holds a run with another recipe, target or data than this one; "
             "give another out=FOLDER, or remove the old run"
         )
-    state = torch.load(found[-1] / "state.pt", map_location="cpu", weights_only=True)
-    return Restored(facts["step"], found[-1], state, facts)
+    state = torch.load(folder / "state.pt", map_location="cpu", weights_only=True)
+    return Restored(facts["step"], folder, state, facts)
+
+
+def _newest_whole(out: Path) -> tuple[Path | None, dict[str, Any]]:
+    """The newest checkpoint all of whose files have the size they were written with, and its state.json."""
+    for folder in reversed(complete(out)):
+        try:
+            facts = json.loads((folder / COMPLETE).read_text())
+            if all((folder / name).stat().st_size == size for name, size in facts["sizes"].items()):
+                return folder, facts
+        except (OSError, ValueError, KeyError):
+            pass
+        logger.warning("the checkpoint %s is damaged and passed over", folder)
+    return None, {}
 
 
 def sync(path: Path) -> None:

@@ -222,6 +222,7 @@ class _Store:
                 file.writelines(line + "\n" for line in lines)
                 file.flush()
                 os.fsync(file.fileno())
+        self._write_record()
 
     def close(self) -> None:
         self.record["seconds"] = round(self.record.get("seconds", 0) + time.time() - self.began, 1)

@@ -8,23 +8,27 @@ Legend: B rows, T tokens, K depths.
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from torch import Tensor
 
-from headstart.heads import DraftHeads, Tie
+from headstart.heads import Batch, DraftHeads, Tie
 from headstart.train import checkpoint
 from headstart.train.batches import Stream
 from headstart.train.evaluate import Evaluation
-from headstart.train.features import Online, online
+from headstart.train.features import Features, Online
 
-BAD_LIMIT = 20  # windows in a row that could not be trained on
+logger = logging.getLogger(__name__)
+
+BAD_LIMIT = 20  # windows in a row in which most rows, or all labels, were missing
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,7 @@ class Plan:
     save_every: int  # 0 = only at the end
     keep: int
     fit_batches: int = 0  # micro-batches whose features give the heads a start in closed form
+    remember: bool = False  # keep the target's features in memory for later epochs
 
 
 class Progress(NamedTuple):
@@ -83,63 +88,101 @@ def train(
     ``digest`` names recipe and data: a checkpoint of another one in ``out`` is an error. ``evaluate`` runs on the main
     process; ``tell`` hears of every logged step and evaluation.
     """
-    tie, wants = Tie.of(target), list(heads.config.features or ())
+    refuse_unknown_engines(accelerator, plan)
+    tie, features = Tie.of(target), Features(target, heads.config.features or (), remember=plan.remember)
     optimizer = torch.optim.AdamW(heads.parameters(), lr=plan.lr, betas=plan.betas, weight_decay=plan.weight_decay)
-    first = _restore(out, digest, heads, optimizer) if resume else 0
-    known = _fit(target, heads, stream, plan, tie) if first == 0 else {}
+    facts = {"digest": digest, "window": plan.accumulation * accelerator.num_processes}
+    first = _restore(out, facts, heads, optimizer, resume)
+    if first == 0 and plan.fit_batches:
+        _fit(heads, (features(stream[i]).batch for i in range(plan.fit_batches)), tie)
     model, optimizer = accelerator.prepare(heads, optimizer)
-    meter = Meter(len(plan.weights))
-    skipped = 0
-
-    def save(step: int) -> None:
-        if accelerator.is_main_process:
-            state = {"optimizer": optimizer.state_dict(), "rng": torch.get_rng_state()}
-            checkpoint.save(out, step, accelerator.unwrap_model(model), state, {"digest": digest}, plan.keep)
-        accelerator.wait_for_everyone()
+    meter, poor, trained = Meter(len(plan.weights)), 0, first
 
     def measure(step: int) -> None:
         if evaluate is not None and accelerator.is_main_process:
             tell(Progress(step, _numbers(evaluate(accelerator.unwrap_model(model)))))
         accelerator.wait_for_everyone()
 
-    if first == 0:
+    if first == 0 and plan.evaluate_every:
         measure(0)
     model.train()
     for step in range(first, plan.steps):
-        # a whole window, and what there is to learn in it on all ranks
+        # a whole window, and what there is to learn in it on all ranks: every rank decides alike
         places = _micro_batches(step, plan, accelerator)
-        window = [known.pop(i) if i in known else online(target, stream[i], wants) for i in places]
-        count, bad = _agree(window, heads, accelerator)
-        skipped = 0 if count else skipped + 1
+        window = [features(stream[i]) for i in places]
+        count, bad, rows = _agree(window, heads, accelerator)
         meter.bad += bad
-        if not count:
-            _give_up_after(skipped, bad)
+        poor = poor + 1 if count == 0 or 2 * bad > rows else 0
+        _give_up_after(poor, bad)
+
+        # forward is the loss, backward, clip, step
+        rate = learning_rate(step, plan)
+        if count and _descend(accelerator, model, optimizer, tie, window, plan, count, rate, meter):
+            trained += 1
         else:
-            # forward is the loss; sums over the window are divided by the count over all ranks
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate(step, plan)
-            for part in window:
-                with accelerator.accumulate(model):
-                    losses = model(part.batch, tie, weights=plan.weights, divergence=plan.divergence)
-                    scale = accelerator.num_processes * plan.accumulation / count
-                    accelerator.backward(losses.total * scale)
-                    if accelerator.sync_gradients:
-                        meter.norm += float(accelerator.clip_grad_norm_(model.parameters(), plan.clip))
-                        meter.steps += 1
-                    optimizer.step()
-                    optimizer.zero_grad()
-                meter.add(losses, part)
+            meter.skipped += 1
 
         done = step + 1
         last = done == plan.steps
         if done % plan.log_every == 0 or last:
-            tell(Progress(done, meter.read(accelerator) | {"lr": learning_rate(step, plan)}))
+            tell(Progress(done, meter.read(accelerator) | {"lr": rate}))
+        if last and trained == 0:
+            raise ValueError(f"none of the {plan.steps} steps could be trained on: the heads would be saved untrained")
         if last or (plan.evaluate_every and done % plan.evaluate_every == 0):
             measure(done)
             model.train()
         if last or (plan.save_every and done % plan.save_every == 0):
-            save(done)
+            if accelerator.is_main_process:
+                state = {"optimizer": optimizer.state_dict(), "rng": torch.get_rng_state()}
+                checkpoint.save(out, done, accelerator.unwrap_model(model), state, facts, plan.keep)
+            accelerator.wait_for_everyone()
     return accelerator.unwrap_model(model)  # type: ignore[no-any-return]
+
+
+def _descend(
+    accelerator: Accelerator,
+    model: Any,
+    optimizer: Any,
+    tie: Tie,
+    window: Sequence[Online],
+    plan: Plan,
+    count: int,
+    rate: float,
+    meter: Meter,
+) -> bool:
+    """One optimizer step over a window whose sums are divided by ``count``, the supervised predictions of all ranks.
+
+    False where the gradient was not finite: nothing is changed then, on any rank.
+    """
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    # DDP averages over ranks and accelerate over micro-batches; both are taken back, so that sums stay sums
+    scale = accelerator.num_processes * plan.accumulation / count
+    finite = True
+    for part in window:
+        with accelerator.accumulate(model):
+            losses = model(part.batch, tie, weights=plan.weights, divergence=plan.divergence)
+            accelerator.backward(losses.total * scale)
+            if accelerator.sync_gradients:
+                norm = float(accelerator.clip_grad_norm_(model.parameters(), plan.clip))
+                finite = math.isfinite(norm)
+                meter.norm, meter.steps = meter.norm + (norm if finite else 0.0), meter.steps + finite
+            if finite:
+                optimizer.step()
+            optimizer.zero_grad()
+        meter.add(losses, part)
+    return finite
+
+
+def refuse_unknown_engines(accelerator: Accelerator, plan: Plan) -> None:
+    """Raises ValueError for launchers this loop does not save or accumulate correctly under."""
+    if accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM):
+        raise ValueError(f"training under {accelerator.distributed_type} is not available yet; use one process or DDP")
+    if accelerator.gradient_accumulation_steps != plan.accumulation:
+        raise ValueError(
+            f"accelerate accumulates {accelerator.gradient_accumulation_steps} batches (its environment or config says "
+            f"so), the recipe {plan.accumulation}: set them alike"
+        )
 
 
 class Meter:
@@ -152,7 +195,7 @@ class Meter:
     def _clear(self) -> None:
         self.sums = torch.zeros(4, self._depths, dtype=torch.float64)
         self.tokens = self.norm = 0.0
-        self.steps = self.bad = 0
+        self.steps = self.bad = self.skipped = 0
 
     def add(self, losses: Any, part: Online) -> None:
         """One micro-batch."""
@@ -166,6 +209,8 @@ class Meter:
         every = accelerator.reduce(own.float().to(accelerator.device), "sum").cpu()
         loss, correct, alpha, count = every[:-2].view(4, self._depths)
         values = {"tokens": float(every[-2]), "bad_rows": float(every[-1])}
+        if self.skipped:
+            values["skipped_steps"] = float(self.skipped)
         if self.steps:
             values["gradient_norm"] = self.norm / self.steps
         if count.sum() > 0:
@@ -185,46 +230,55 @@ def _micro_batches(step: int, plan: Plan, accelerator: Accelerator) -> list[int]
     return [first + i * world + accelerator.process_index for i in range(plan.accumulation)]
 
 
-def _agree(window: Sequence[Online], heads: DraftHeads, accelerator: Accelerator) -> tuple[int, int]:
-    """Supervised predictions and rows left out in this window over all ranks: every rank decides alike."""
-    device = accelerator.device
-    counts = [heads.count(part.batch.supervised, part.batch.document).sum().to(device) for part in window]
-    own = torch.stack([torch.stack(counts).sum(), torch.tensor(sum(len(p.bad) for p in window), device=device)])
-    both: Tensor = accelerator.reduce(own, "sum")
-    return int(both[0]), int(both[1])
+def _agree(window: Sequence[Online], heads: DraftHeads, accelerator: Accelerator) -> tuple[int, int, int]:
+    """Supervised predictions, rows left out and rows in all in this window over all ranks."""
+    counts = [int(heads.count(part.batch.supervised, part.batch.document).sum()) for part in window]
+    bad = [row for part in window for row in part.bad]
+    if bad:
+        logger.warning("rows %s of the training set are left out: their hidden states are not finite", bad)
+    rows = sum(part.batch.tokens.shape[0] for part in window)
+    every: Tensor = accelerator.reduce(torch.tensor([sum(counts), len(bad), rows], device=accelerator.device), "sum")
+    return int(every[0]), int(every[1]), int(every[2])
 
 
-def _give_up_after(skipped: int, bad: int) -> None:
-    if skipped >= BAD_LIMIT:
-        why = "the target's hidden states hold NaN or infinity" if bad else "no token in them is supervised"
+def _give_up_after(poor: int, bad: int) -> None:
+    if poor >= BAD_LIMIT:
+        why = "most of the target's hidden states are NaN or infinite" if bad else "no token in them is supervised"
         raise ValueError(
-            f"{skipped} windows in a row could not be trained on: {why}. "
+            f"{poor} windows in a row taught little or nothing: {why}. "
             "Try dtype=float32 or bfloat16 for the target, or look at the data with its mask"
         )
 
 
-def _fit(target: Any, heads: DraftHeads, stream: Stream, plan: Plan, tie: Tie) -> dict[int, Online]:
-    """Lets the family solve for a better start; returns the features it took, for the steps that train on them.
-
-    Every rank looks at the same first micro-batches and so finds the same start.
-    """
-    if not plan.fit_batches:
-        return {}
-    known = {i: online(target, stream[i], list(heads.config.features or ())) for i in range(plan.fit_batches)}
-    if not heads.fit((part.batch for part in known.values()), tie):
+def _fit(heads: DraftHeads, batches: Iterable[Batch], tie: Tie) -> None:
+    """Lets the family solve for a better start; every rank looks at the same batches and so finds the same one."""
+    if not heads.fit(batches, tie):
         raise ValueError(
             f"{heads.config.family} heads have no start in closed form (Medusa has one with a draft vocabulary); "
             "set optim.fit_batches=0"
         )
-    return known
 
 
-def _restore(out: Path, digest: str, heads: DraftHeads, optimizer: torch.optim.Optimizer) -> int:
-    """Loads the newest complete checkpoint into heads, optimizer and random state; returns the step to go on from."""
-    found = checkpoint.latest(out, digest)
+def _restore(
+    out: Path, facts: dict[str, Any], heads: DraftHeads, optimizer: torch.optim.Optimizer, resume: bool
+) -> int:
+    """Loads the newest whole checkpoint into heads, optimizer and random state; returns the step to go on from.
+
+    Raises ValueError where ``out`` holds a run this one cannot continue.
+    """
+    if not resume and checkpoint.complete(out):
+        raise ValueError(f"{out} holds checkpoints of a run: give another out=FOLDER, or go on with resume=true")
+    found = checkpoint.latest(out, facts["digest"])
     if found is None:
         return 0
+    if found.facts["window"] != facts["window"]:
+        raise ValueError(
+            f"the run in {out} takes {found.facts['window']} batches a step (processes times accumulation), this one "
+            f"{facts['window']}: go on with as many processes as before, or give another out=FOLDER"
+        )
     saved = type(heads).from_pretrained(str(found.folder / "heads"))
+    if saved.config.target_fingerprint != heads.config.target_fingerprint:
+        raise ValueError(f"the run in {out} was trained on a target with other weights: give another out=FOLDER")
     heads.load_state_dict(saved.state_dict())
     optimizer.load_state_dict(found.state["optimizer"])
     torch.set_rng_state(found.state["rng"])

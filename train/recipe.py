@@ -42,6 +42,8 @@ class DataPart(Part):
     """Files of prompts that evaluation decodes; never trained on."""
     max_length: int = Field(default=512, ge=8)
     """Tokens a row; longer ones are cut and counted."""
+    remember: bool = False
+    """Keep the target's features in memory: later epochs need no forward of the target."""
     train_on: Literal["assistant", "all"] = "assistant"
     """"all" supervises user and system tokens too."""
 
@@ -134,8 +136,12 @@ class Recipe(Part):
         return self
 
     def digest(self) -> str:
-        """What must stay the same for a run to go on: everything but where, how long and how often."""
-        same = self.model_dump(exclude={"out", "resume", "every", "wandb", "evaluate"})
+        """What must stay the same for a run to go on. Left out: where, how often, and the data's paths, whose contents
+        the run compares itself."""
+        paths = {"train", "heldout"}
+        same = self.model_dump(
+            exclude={**dict.fromkeys(("out", "resume", "every", "wandb", "evaluate"), True), "data": paths}
+        )
         return hashlib.sha256(yaml.safe_dump(same, sort_keys=True).encode()).hexdigest()[:16]
 
 

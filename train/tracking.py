@@ -93,6 +93,8 @@ def describe(step: int, values: dict[str, float]) -> str:
     parts.append(f"lr {values.get('lr', 0.0):.2e}")
     if "tokens_per_second" in values:
         parts.append(f"{values['tokens_per_second']:.0f} tokens/s")
+    if values.get("skipped_steps"):
+        parts.append(f"{values['skipped_steps']:.0f} steps skipped")
     if values.get("bad_rows"):
         parts.append(f"{values['bad_rows']:.0f} rows with NaN left out")
     return "  ".join(parts)
