@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from headstart.heads import DraftHeads, Tie, load_heads
 from headstart.infer.accept import RULES
 from headstart.infer.decode import Limits, decode
 from headstart.infer.draft_heads import HeadsSource
+from headstart.infer.draft_merge import Merged
 from headstart.infer.draft_ngram import PromptLookup, TokenRecycling
 from headstart.infer.drafter import Source
 from headstart.infer.report import Report
@@ -46,16 +47,17 @@ class Speculator:
     def __init__(
         self,
         target: Any,
-        source: DraftHeads | Source | str,
+        source: DraftHeads | Source | str | Sequence[DraftHeads | Source | str],
         *,
         rule: str = "match",
         nodes: int = 16,
         depth: int | None = None,
         **options: Any,
     ) -> None:
-        """``source`` heads in memory, a name in DRAFTERS, or any Source. ``nodes`` a pass verifies, root included;
-        ``depth`` guesses on the longest path (None = all the source has); ``options`` are the fields of HeadsSource or
-        of the named source. Raises ValueError where target and source do not fit, before any token."""
+        """``source`` heads in memory, a name in DRAFTERS, any Source, or a list of them to merge. ``nodes`` a pass
+        verifies, root included; ``depth`` guesses on the longest path (None = all the source has); ``options`` are the
+        fields of HeadsSource or of the named source. Raises ValueError where target and source do not fit, before any
+        token."""
         source = _source(source, options)
         if rule not in RULES:
             raise ValueError(f"unknown rule {rule!r}; known are {sorted(RULES)}")
@@ -77,12 +79,15 @@ class Speculator:
             logger.warning(note)
 
     @classmethod
-    def from_pretrained(cls, source: str, target: Any, *, revision: str | None = None, **options: Any) -> Speculator:
-        """Heads from a folder or the Hub, in the target's dtype and on its output's device."""
+    def from_pretrained(
+        cls, source: str, target: Any, *, revision: str | None = None, also: Sequence[str] = (), **options: Any
+    ) -> Speculator:
+        """Heads from a folder or the Hub, in the target's dtype and on its output's device; ``also`` names drafters
+        whose guesses are merged with theirs."""
         heads = load_heads(source, **({"revision": revision} if revision else {}))
         weight = Tie.of(target).weight
         torch.nn.Module.to(heads, device=weight.device, dtype=target.dtype)
-        return cls(target, heads, **options)
+        return cls(target, [*also, heads] if also else heads, **options)
 
     def generate(
         self,
@@ -163,7 +168,10 @@ class Speculator:
 
 
 def _source(source: Any, options: dict[str, Any]) -> Source:
-    """What a Speculator was given as a Source. Raises ValueError naming what is known."""
+    """What a Speculator was given as a Source; a list becomes a merge. Raises ValueError naming what is known."""
+    if isinstance(source, (list, tuple)):
+        share = {"share": options.pop("share")} if "share" in options else {}
+        return Merged(tuple(_source(part, options if isinstance(part, DraftHeads) else {}) for part in source), **share)
     make: Callable[..., Source] | None = HeadsSource if isinstance(source, DraftHeads) else None
     if isinstance(source, str):
         if source not in DRAFTERS:

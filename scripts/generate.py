@@ -20,9 +20,10 @@ WARM_TOKENS = 16
 
 
 class Run(NamedTuple):
-    """One prompt decoded both ways."""
+    """One prompt decoded by plain generate and by one source of guesses."""
 
-    name: str
+    prompt: str
+    source: str
     plain: float  # tokens per second, the whole call
     fast: float
     tokens: int
@@ -34,7 +35,9 @@ def generate(
     prompt: Annotated[list[str] | None, typer.Argument(help="What to answer; several are answered in turn.")] = None,
     target: Annotated[str, typer.Option(help="smollm2 (embedded), a Hub id or a model folder.")] = "smollm2",
     heads: Annotated[str | None, typer.Option(help="Folder or Hub id of the heads.")] = None,
-    drafter: Annotated[str | None, typer.Option(help="Instead of heads: prompt-lookup or token-recycling.")] = None,
+    drafter: Annotated[
+        str | None, typer.Option(help="prompt-lookup or token-recycling: instead of heads, or merged with them.")
+    ] = None,
     prompts: Annotated[Path | None, typer.Option(help="JSON Lines file of prompts, instead of arguments.")] = None,
     compare: Annotated[bool, typer.Option(help="Run plain decoding beside it, both warm, in turn.")] = False,
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 128,
@@ -50,8 +53,8 @@ def generate(
     """Answer prompts with TARGET and HEADS; the text is what TARGET alone would have written."""
     if bool(prompt) == bool(prompts):
         raise typer.BadParameter("give prompts as arguments or a file with --prompts: one of them, not both")
-    if bool(heads) == bool(drafter):
-        raise typer.BadParameter("give --heads or --drafter: one of them, not both")
+    if not heads and not drafter:
+        raise typer.BadParameter("give --heads, or --drafter, or both to merge their guesses")
     if dtype not in DTYPES:
         raise typer.BadParameter(f"{dtype!r}; expected one of {', '.join(DTYPES)}", param_hint="--dtype")
     if not 0.0 <= temperature < float("inf"):
@@ -63,19 +66,23 @@ def generate(
 
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     model, tokenizer = load_target(target, dtype=None if dtype == "auto" else getattr(torch, dtype), device=device)
-    if heads:
-        fast = Speculator.from_pretrained(heads, model, nodes=nodes, depth=depth)
-    else:
-        fast = Speculator(model, drafter or "", nodes=nodes, depth=depth)
+    options: dict[str, Any] = {"nodes": nodes, "depth": depth}
+    sources = []  # with --heads and --drafter the heads alone are compared too
+    if heads and (compare or not drafter):
+        sources.append(Speculator.from_pretrained(heads, model, **options))
+    if heads and drafter:
+        sources.append(Speculator.from_pretrained(heads, model, also=[drafter], **options))
+    elif drafter:
+        sources.append(Speculator(model, drafter, **options))
     named = _named_prompts(prompt, prompts)
     inputs = [(name, _ids(text, tokenizer, raw).to(device)) for name, text in named]
-    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
+    options = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
     if temperature > 0:
         options |= {"temperature": temperature, "top_k": 0}
     if compare:
-        _compare(fast, inputs, options, seed, save)
+        _compare(sources, inputs, options, seed, save)
     else:
-        _stream(fast, tokenizer, inputs, options, seed)
+        _stream(sources[-1], tokenizer, inputs, options, seed)
 
 
 def _named_prompts(prompt: list[str] | None, prompts: Path | None) -> list[tuple[str, str]]:
@@ -111,56 +118,68 @@ def _stream(fast: "Speculator", tokenizer: Any, inputs: list[Any], options: dict
         typer.echo(f"\n{fast.report}", err=True)
 
 
-def _compare(fast: "Speculator", inputs: list[Any], options: dict[str, Any], seed: int, save: Path | None) -> None:
-    """Plain and fast in turn on every prompt, after one short warm-up of each; a table of both."""
+def _compare(
+    sources: "list[Speculator]", inputs: list[Any], options: dict[str, Any], seed: int, save: Path | None
+) -> None:
+    """Plain generate and every source in turn on every prompt, after one short warm-up of each; a table of all."""
     import torch
 
-    from headstart.infer.parity import first_difference
+    target = sources[0].target
 
     def timed(method: Any, ids: "Tensor", **changes: Any) -> tuple["Tensor", float]:
         torch.manual_seed(seed)
         began = time.perf_counter()
-        out = method(ids[None], attention_mask=torch.ones_like(ids[None]), **(options | changes))[0].cpu()
-        return out, (out.shape[0] - ids.shape[0]) / (time.perf_counter() - began)
+        out = method(ids[None], attention_mask=torch.ones_like(ids[None]), **(options | changes))[0]
+        tokens = out.shape[0] - ids.shape[0]
+        return out.cpu(), tokens / (time.perf_counter() - began)
 
-    for method in (fast.target.generate, fast.generate):
+    for method in (target.generate, *(fast.generate for fast in sources)):
         timed(method, inputs[0][1], max_new_tokens=WARM_TOKENS)
     runs = []
     for name, ids in inputs:
-        plain, plain_speed = timed(fast.target.generate, ids)
-        ours, fast_speed = timed(fast.generate, ids)
-        if options["do_sample"]:
-            verdict = "equal" if torch.equal(plain, ours) else "differs (sampled: compare in float32)"
-        else:
-            device = ids.device
-            found = first_difference(fast.target, ids, plain.to(device), ours.to(device))
-            verdict = "equal" if found is None else str(found)
-        runs.append(
-            Run(name, plain_speed, fast_speed, ours.shape[0] - ids.shape[0], fast.report.tokens_per_pass, verdict)
-        )
-    bugs = [run for run in runs if "a bug" in run.verdict]
-    speedup = _table(runs, f"{fast.target.dtype}".removeprefix("torch."))
+        plain, speed = timed(target.generate, ids)
+        for fast in sources:
+            ours, fast_speed = timed(fast.generate, ids)
+            verdict = _verdict(target, ids, plain, ours, options["do_sample"])
+            tokens = ours.shape[0] - ids.shape[0]
+            runs.append(Run(name, fast.source.name, speed, fast_speed, tokens, fast.report.tokens_per_pass, verdict))
+    medians = _table(runs, f"{target.dtype}".removeprefix("torch."))
     if save is not None:
-        figures = {"median_speedup": speedup, "runs": [run._asdict() for run in runs]}
+        figures = {"median_speedup": medians, "runs": [run._asdict() for run in runs]}
         save.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    bugs = sum("a bug" in run.verdict for run in runs)
     if bugs:
-        raise ValueError(
-            f"{len(bugs)} of {len(runs)} texts differ from plain decoding by more than rounding: please report"
-        )
+        raise ValueError(f"{bugs} of {len(runs)} texts differ from plain decoding by more than rounding: please report")
 
 
-def _table(runs: list[Run], dtype: str) -> float:
-    """Prints one row a prompt and the medians; returns the median speedup."""
+def _verdict(target: Any, ids: "Tensor", plain: "Tensor", ours: "Tensor", sampled: bool) -> str:
+    """Whether two texts of one prompt [P] are equal, and if not, why."""
+    import torch
+
+    from headstart.infer.parity import first_difference
+
+    if torch.equal(plain, ours):
+        return "equal"
+    if sampled:
+        return "differs; sampled texts are compared in float32"
+    return str(first_difference(target, ids, plain.to(ids.device), ours.to(ids.device)))
+
+
+def _table(runs: list[Run], dtype: str) -> dict[str, float]:
+    """Prints a row a run and the medians; returns the median speedup of every source."""
     table = Table(title=f"plain generate and Headstart in turn, {dtype}")
-    for heading in ("prompt", "tokens", "plain tok/s", "fast tok/s", "speedup", "tokens per pass", "ids"):
-        table.add_column(heading, justify="left" if heading in ("prompt", "ids") else "right")
+    for heading in ("prompt", "guesses", "tokens", "plain tok/s", "fast tok/s", "speedup", "tokens per pass", "ids"):
+        table.add_column(heading, justify="left" if heading in ("prompt", "guesses", "ids") else "right")
     for run in runs:
         speeds = (f"{run.plain:.1f}", f"{run.fast:.1f}", f"{run.fast / run.plain:.2f}x")
-        table.add_row(run.name, str(run.tokens), *speeds, f"{run.tokens_per_pass:.2f}", run.verdict)
-    median = statistics.median(run.fast / run.plain for run in runs)
-    passes = statistics.median(run.tokens_per_pass for run in runs)
-    equal = sum(run.verdict == "equal" for run in runs)
+        table.add_row(run.prompt, run.source, str(run.tokens), *speeds, f"{run.tokens_per_pass:.2f}", run.verdict)
     table.add_section()
-    table.add_row("median", "", "", "", f"{median:.2f}x", f"{passes:.2f}", f"{equal} of {len(runs)} equal")
-    Console(width=None if Console().is_terminal else 140).print(table)
-    return median
+    medians = {}
+    for source in dict.fromkeys(run.source for run in runs):
+        own = [run for run in runs if run.source == source]
+        medians[source] = statistics.median(run.fast / run.plain for run in own)
+        passes = statistics.median(run.tokens_per_pass for run in own)
+        equal = f"{sum(run.verdict == 'equal' for run in own)} of {len(own)} equal"
+        table.add_row("median", source, "", "", "", f"{medians[source]:.2f}x", f"{passes:.2f}", equal)
+    Console(width=None if Console().is_terminal else 150).print(table)
+    return medians

@@ -83,4 +83,5 @@ SOURCES: dict[str, Callable[[Any], Any]] = {
     "medusa-shape": shaped,
     "prompt-lookup": lambda model: "prompt-lookup",
     "token-recycling": lambda model: "token-recycling",
+    "medusa-and-prompt-lookup": lambda model: ["prompt-lookup", untrained("medusa")(model)],
 }

@@ -2,6 +2,8 @@
 
 import json
 import logging
+import re
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -216,6 +218,19 @@ def test_a_byte_order_mark_and_odd_line_ends(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes('\ufeff{"id": "a\u2028b"}\r\n{"id": 2}'.encode())
     assert [row["id"] for row in read_rows(path)] == ["a\u2028b", 2]
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "trainable"),
+    [("smollm2-answers", 1317, True), ("quickstart-prompts", 6, False), ("heldout-prompts", 8, False)],
+)
+def test_shipped_data(name: str, count: int, trainable: bool) -> None:
+    path = Path(str(files("headstart.recipes") / f"{name}.jsonl"))
+    rows, report = load_conversations([path], trainable=trainable)
+    assert (len({row.id for row in rows}), report.skipped, report.changed) == (count, {}, {})
+    assert path.stat().st_size < 1_900_000
+    text = path.read_text(encoding="utf-8")
+    assert not re.search(r"\w@\w|\b\d{3}-\d{3}-\d{4}\b", text)
 
 
 def test_a_long_report_stays_short(tmp_path: Path) -> None:

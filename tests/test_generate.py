@@ -52,7 +52,13 @@ def test_compare_shows_both_speeds_and_whether_ids_are_equal(folder: Path, tempe
     )
     assert code == 0 and "equal" in out and "tokens per pass" in out and "1 of 1 equal" in out
     figures = json.loads(saved.read_text())
-    assert figures["runs"][0]["plain"] > 0 and figures["runs"][0]["fast"] > 0 and figures["median_speedup"] > 0
+    assert figures["runs"][0]["plain"] > 0 and figures["runs"][0]["fast"] > 0
+    assert figures["median_speedup"]["medusa"] == figures["runs"][0]["fast"] / figures["runs"][0]["plain"]
+
+
+def test_a_merge_is_compared_beside_the_heads_alone(folder: Path) -> None:
+    code, out, _ = run(folder, "🚀", "--compare", "--drafter", "prompt-lookup", "--max-new-tokens", "9")
+    assert code == 0 and out.count("1 of 1 equal") == 2 and "prompt-lookup + medusa" in out
 
 
 def test_a_file_of_prompts_gives_a_row_each(folder: Path, tmp_path: Path) -> None:

@@ -83,7 +83,8 @@ def read_data(recipe: Recipe, target: Any, tokenizer: Any, tracker: Tracker) -> 
     if recipe.data.heldout:
         held, report = load_conversations(recipe.data.heldout, trainable=False)
         tracker.say(f"held-out prompts: {report}")
-        prompts = [torch.tensor(prompt_ids(c.messages[:1], tokenizer)) for c in held]
+        first = [[m["role"] for m in c.messages].index("user") + 1 for c in held]  # a system turn may stand before it
+        prompts = [torch.tensor(prompt_ids(c.messages[:n], tokenizer)) for c, n in zip(held, first, strict=True)]
     return rows, prompts
 
 
