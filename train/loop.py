@@ -94,7 +94,9 @@ def train(
     facts = {"digest": digest, "window": plan.accumulation * accelerator.num_processes}
     first = _restore(out, facts, heads, optimizer, resume)
     if first == 0 and plan.fit_batches:
-        _fit(heads, (features(stream[i]).batch for i in range(plan.fit_batches)), tie)
+        # from the end of the run: the curve of the loss then begins on rows that the start has not seen
+        end = plan.steps * facts["window"]
+        _fit(heads, (features(stream[i]).batch for i in range(max(0, end - plan.fit_batches), end)), tie)
     model, optimizer = accelerator.prepare(heads, optimizer)
     meter, poor, trained = Meter(len(plan.weights)), 0, first
 
