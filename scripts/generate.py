@@ -60,10 +60,12 @@ def generate(
     if not 0.0 <= temperature < float("inf"):
         raise typer.BadParameter(f"{temperature}; expected 0 (greedy) or more", param_hint="--temperature")
     import torch
+    from transformers.utils import logging as transformers_logging
 
     from headstart.infer.embedded import load_target
     from headstart.infer.speculator import Speculator
 
+    transformers_logging.disable_progress_bar()  # of loading weights: it would stand between the texts
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     model, tokenizer = load_target(target, dtype=None if dtype == "auto" else getattr(torch, dtype), device=device)
     options: dict[str, Any] = {"nodes": nodes, "depth": depth}

@@ -39,7 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(recipe: Recipe) -> Path:
     """From a recipe to a heads folder. Returns the folder."""
     from accelerate import Accelerator
+    from transformers.utils import logging as transformers_logging
 
+    transformers_logging.disable_progress_bar()  # of small files; ours stays
     accelerator = Accelerator(
         gradient_accumulation_steps=recipe.optim.accumulation,
         mixed_precision="bf16" if recipe.optim.precision == "bf16" else "no",
