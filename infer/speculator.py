@@ -66,6 +66,7 @@ class Speculator:
         check_target(target)
         self.target, self.source, self.rule = target, source, rule
         self.notes = source.check(target)
+        check_model(target, source.wants)
         most = source.depth
         if depth is not None and depth > most:
             self.notes.append(f"depth {depth} was asked for, {source.name} guesses {most} tokens: {most} is used")
@@ -73,7 +74,6 @@ class Speculator:
         shape = getattr(source, "shape", None)
         if shape is not None and len(shape.parents) > nodes:
             raise ValueError(f"the shape has {len(shape.parents)} nodes, nodes={nodes} allows fewer")
-        self._checked = False
         self.report = Report()
         for note in self.notes:
             logger.warning(note)
@@ -134,9 +134,6 @@ class Speculator:
             known = check_call(generation_config, input_ids, model_kwargs)
             ids, lengths = left_aligned(input_ids, model_kwargs.get("attention_mask"), model_kwargs.get("position_ids"))
             device = model.get_input_embeddings().weight.device
-            if not self._checked:
-                check_model(model, self.source.wants)
-                self._checked = True
             if sink is not None:
                 sink.put(input_ids.cpu())
             visit = self._emission(input_ids, logits_processor, stopping_criteria, generation_config, sink)
