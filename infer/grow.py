@@ -58,7 +58,9 @@ def best_first(root: Tensor, expand: Expand, budget: Budget, width: int, barren:
             break
         logq, ids = expand(tokens.gather(1, frontier), above, depth)
         w, c = frontier.shape[1], logq.shape[2]
-        logq = torch.nan_to_num(logq, nan=-torch.inf, posinf=-torch.inf)  # heads that overflowed guess nothing
+        logq = torch.nan_to_num(
+            logq, nan=-torch.inf, posinf=-torch.inf, neginf=-torch.inf
+        )  # heads that overflowed guess nothing
         fresh = (path[:, :, None] + logq).reshape(batch, w * c)
         fresh = fresh.masked_fill(budget.room[:, None] <= depth, -torch.inf)
         fresh_ids = ids.expand(-1, w, -1).reshape(batch, w * c)
