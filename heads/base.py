@@ -75,7 +75,8 @@ class DraftHeads(PreTrainedModel):
         size = config.draft_vocab_size
         self.register_buffer("draft_ids", None if size is None else torch.zeros(size, dtype=torch.int64))
 
-    # what a family writes -------------------------------------------------------------------------------------------
+    # what a family writes: no body here, because there is no sensible default; every family in FAMILIES has all five,
+    # and tests/test_heads.py runs each of them
 
     def unroll(self, batch: Batch, tie: Tie) -> Iterator[tuple[Tensor, Tensor]]:
         """Per depth d: slots [B, M] int64 and hidden [B, M, H] predicting token slot + 2 + d, teacher forced."""

@@ -126,7 +126,7 @@ def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
-        _fsync(folder.parent)
+        sync(folder.parent)
     return folder
 
 
@@ -136,11 +136,12 @@ def _settle(folder: Path) -> None:
     for path in sorted(folder.rglob("*"), reverse=True):  # what is inside before its folder
         if path.is_file():
             path.chmod(mode)
-        _fsync(path)
-    _fsync(folder)
+        sync(path)
+    sync(folder)
 
 
-def _fsync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Flushes a file or folder to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from headstart.heads import DraftHeads
+from headstart.infer.embedded import sync
 
 logger = logging.getLogger(__name__)
 
@@ -92,12 +93,3 @@ def _newest_whole(out: Path) -> tuple[Path | None, dict[str, Any]]:
             pass
         logger.warning("the checkpoint %s is damaged and passed over", folder)
     return None, {}
-
-
-def sync(path: Path) -> None:
-    """Flushes a file or folder to disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
