@@ -11,7 +11,9 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from headstart.infer.tree import DraftTree
+from headstart.infer.tree import DraftTree, depths, path_to
+
+TINY = 1e-9  # a residual lighter than this is rounding: the draft's law is the target's
 
 
 class Accepted(NamedTuple):
@@ -26,13 +28,13 @@ class Visit(Protocol):
     """All a rule may ask. Built from generate's processors, stopping criteria and generator."""
 
     def law(self, node: Tensor) -> Tensor:
-        """[B] nodes -> [B, V] processed float32 scores; -1 = the row is not visited. Each node once, in path order."""
+        """[B] nodes -> [B, V] processed float32 scores after the node's own path; -1 = the row is not visited."""
 
-    def draw(self, scores: Tensor) -> Tensor:
-        """[B, V] scores -> [B] tokens; argmax when greedy. Only rows of the last ``law`` are drawn."""
+    def draw(self, scores: Tensor, wanted: Tensor) -> Tensor:
+        """[B, V] scores -> [B] tokens of the rows ``wanted`` [B] bool; argmax when greedy."""
 
     def coin(self, p: Tensor) -> Tensor:
-        """[B] probabilities -> [B] bool; "match" never asks."""
+        """[B] chances -> [B] bool; "match" never asks."""
 
     def emit(self, token: Tensor) -> Tensor:
         """[B] tokens, -1 = none -> [B] bool: the row goes on (budget, end tokens, criteria)."""
@@ -47,22 +49,188 @@ Rule = Callable[[DraftTree, Visit], Accepted]
 def match(tree: DraftTree, visit: Visit) -> Accepted:
     """Draw from the target at every visited node, in order, and follow the child that was guessed.
 
-    The target's own sampler decides, so the output is the target's own, token for token and draw for draw: rule (c)
-    of recursive rejection sampling, in its "sample and match" form. Works for any tree and any processor.
+    The target's own sampler decides, so the output is the target's own, token for token and draw for draw: recursive
+    rejection sampling against point masses, in its "sample and match" form. Works for any tree and any processor.
     """
     node = torch.where(visit.running().to(tree.tokens.device), 0, -1)  # [B]
     nodes, tokens = [], []
     while bool((node >= 0).any()):
-        token = torch.where(node >= 0, visit.draw(visit.law(node)).to(node.device), -1)
-        goes_on = visit.emit(token)
+        token = _drawn(visit, visit.law(node), node >= 0)
         nodes.append(node)
         tokens.append(token)
-        child = tree.valid & (tree.parents == node[:, None]) & (tree.tokens == token[:, None])
-        found = child.any(1) & (node >= 0) & goes_on
-        node = torch.where(found, child.int().argmax(1), -1)
-    path = torch.stack(nodes, 1) if nodes else torch.full_like(node[:, None], -1)
-    emitted = torch.stack(tokens, 1) if tokens else path
+        goes_on = visit.emit(token)
+        node = torch.where(goes_on.to(node.device), _child(tree, node, token), -1)
+    return _accepted(tree, nodes, tokens)
+
+
+def mixed(tree: DraftTree, visit: Visit) -> Accepted:
+    """Rejection sampling where a node has chosen children D and one drawn from q, the draft's law outside D.
+
+    The drawn child y is tested first, with chance min(1, p(y) / q(y)); after a rejection the next token comes from
+    max(p - q, 0), and a child that was guessed is followed. The output has the target's law p, whatever q is, as long
+    as y was drawn from it (Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318). Accepts
+    p(D) + sum of min(p, q) outside D. Without a drawn child this is ``match``.
+    """
+    node = torch.where(visit.running().to(tree.tokens.device), 0, -1)  # [B]
+    nodes, tokens = [], []
+    while bool((node >= 0).any()):
+        scores = visit.law(node)
+        open_, guess = node >= 0, torch.full_like(node, -1)
+        if tree.drawn is not None and tree.law is not None:
+            places = tree.valid & (tree.parents == node[:, None]) & (tree.drawn >= 0)
+            has = places.any(1) & open_
+            place = places.int().argmax(1)
+            p, q = torch.softmax(scores, -1), _row(tree.law, _at(tree.drawn, place)).to(scores.device)
+            y = _at(tree.tokens, place)
+            took = has & visit.coin(torch.where(has, _ratio(_at(p, y), _at(q, y)), 0.0)).to(has.device)
+            guess = torch.where(took, y, guess)
+            scores = torch.where((has & ~took).to(scores.device)[:, None], _residual(p, q), scores)
+        drawn = open_ & (guess < 0)
+        token = torch.where(drawn, _drawn(visit, scores, drawn), guess)
+        nodes.append(node)
+        tokens.append(token)
+        goes_on = visit.emit(token)
+        node = torch.where(goes_on.to(node.device), _child(tree, node, token), -1)
+    return _accepted(tree, nodes, tokens)
+
+
+def block(tree: DraftTree, visit: Visit) -> Accepted:
+    """Block verification of chains whose guesses were all drawn (Sun et al., arXiv 2403.10444).
+
+    The longest prefix is kept that a joint test allows, never the first failure's: accepts at least what token-wise
+    rejection accepts, and the output has the target's law. The length of a chain may depend on its tokens only
+    through what came before the place where it ends.
+    """
+    running = visit.running().to(tree.tokens.device)
+    count = torch.where(running, tree.valid.sum(1) - 1, -1)  # [B] guesses of each row's chain; -1 = not visited
+    if tree.drawn is None or tree.law is None:
+        if int(count.max()) > 0:
+            raise ValueError(
+                "block verification needs chains of drawn guesses; these were chosen: use the rule 'mixed'"
+            )
+        return match(tree, visit)
+    laws: list[Tensor] = []  # per node i: target scores [B, V]
+    left: list[Tensor] = []  # a_i [B]
+    keep = torch.ones(count.shape, dtype=torch.float64, device=tree.tokens.device)
+    for i in range(int(count.max()) + 1):
+        node = torch.where(count >= i, i, -1)
+        if i:
+            q, x = _row(tree.law, tree.drawn[:, i]), tree.tokens[:, i]
+            p = torch.softmax(laws[-1], -1)
+            keep = (keep * _ratio(_at(p, x), _at(q, x), cap=False)).clamp(max=1.0)
+        left.append(keep)
+        laws.append(visit.law(node))
+    # From the far end: the longest i whose coin falls; h_0 = 1.
+    kept = torch.full_like(count, -1)
+    bonus = torch.zeros_like(laws[0]) if laws else torch.empty(0)
+    for i in reversed(range(len(laws))):
+        here, last = (count >= i) & (kept < 0), count == i
+        chance, rest = left[i].to(laws[i]), laws[i]
+        if i + 1 < len(laws):
+            weighted = chance[:, None] * torch.softmax(laws[i], -1)
+            over = (weighted - _row(tree.law, tree.drawn[:, i + 1]).to(weighted)).clamp(min=0)  # [B, V]
+            mass = over.sum(-1)
+            inner = torch.where(chance >= 1, torch.ones_like(mass), mass / (mass + 1 - chance).clamp(min=TINY))
+            chance = torch.where(last.to(mass.device), chance, inner)
+            rest = torch.where((last.to(mass.device) | (mass <= TINY))[:, None], laws[i], over.log())
+        fell = here if i == 0 else here & visit.coin(torch.where(here.to(chance.device), chance, 0.0)).to(here.device)
+        kept = torch.where(fell, i, kept)
+        bonus = torch.where(fell.to(rest.device)[:, None], rest, bonus)
+    steps = torch.arange(len(laws), device=kept.device)
+    return _emit_path(tree, visit, torch.where(steps <= kept[:, None], steps, -1), bonus)
+
+
+def typical(tree: DraftTree, visit: Visit, epsilon: float = 0.09, delta: float = 0.3) -> Accepted:
+    """Medusa's acceptance (arXiv 2401.10774, section 3.3.1): LOSSY, a guess is kept where the target finds it typical.
+
+    A child x is kept if p(x) > min(epsilon, delta exp(-H(p))); of the kept paths the longest one is followed, of
+    equally long ones the likeliest; the token after it is drawn from the target.
+    """
+    running = visit.running().to(tree.tokens.device)
+    rows, n = tree.tokens.shape
+    score = torch.full((rows, n), -torch.inf, dtype=torch.float64, device=tree.tokens.device)  # path, -inf = not kept
+    score[:, 0] = torch.where(running, 0.0, -torch.inf)
+    depth, laws = depths(tree.parents), {}
+    for i in range(n):
+        here = score[:, i] > -torch.inf
+        if not bool(here.any()):
+            continue
+        laws[i] = visit.law(torch.where(here, i, -1))
+        logp = torch.log_softmax(laws[i].double(), -1).to(score.device)
+        entropy = torch.special.entr(logp.exp()).sum(-1)
+        bar = (delta * (-entropy).exp()).clamp(max=epsilon)
+        children = tree.valid & (tree.parents == i) & here[:, None]
+        own = logp.gather(1, tree.tokens.clamp(min=0))  # [B, n]
+        kept = children & (own.exp() > bar[:, None])
+        score = torch.where(kept, score[:, i : i + 1] + own, score)
+    if not laws:
+        return _accepted(tree, [], [])
+    longest = torch.where(score > -torch.inf, depth, -1).amax(1, keepdim=True)
+    best = torch.where(depth == longest, score, -torch.inf).argmax(1)  # [B]
+    bonus = torch.stack([laws[at][row] for row, at in enumerate(best.tolist())])  # [B, V]
+    path = path_to(tree.parents, torch.where(running, best, -1), int(longest.max()) + 1)
+    return _emit_path(tree, visit, path, bonus)
+
+
+def _emit_path(tree: DraftTree, visit: Visit, path: Tensor, bonus: Tensor) -> Accepted:
+    """Emits the guesses on each row's ``path`` [B, k], then one token drawn from ``bonus`` [B, V] scores."""
+    nodes, tokens = [], []
+    goes_on = path[:, 0] >= 0 if path.shape[1] else torch.zeros_like(tree.valid[:, 0])
+    for i in range(path.shape[1]):
+        here = goes_on & (path[:, i] >= 0)
+        after = path[:, i + 1] if i + 1 < path.shape[1] else torch.full_like(path[:, i], -1)
+        last = here & (after < 0)
+        token = torch.where(here & ~last, _at(tree.tokens, after), _drawn(visit, bonus, last))
+        nodes.append(torch.where(here, path[:, i], -1))
+        tokens.append(token)
+        goes_on = visit.emit(token).to(here.device) & here & ~last
+    return _accepted(tree, nodes, tokens)
+
+
+def _drawn(visit: Visit, scores: Tensor, wanted: Tensor) -> Tensor:
+    """Tokens [B] drawn for the rows ``wanted`` [B], -1 elsewhere; no draw where nobody wants one."""
+    if not bool(wanted.any()):
+        return torch.full(wanted.shape, -1, device=wanted.device)
+    return torch.where(wanted, visit.draw(scores, wanted).to(wanted.device), -1)
+
+
+def _child(tree: DraftTree, node: Tensor, token: Tensor) -> Tensor:
+    """The child of ``node`` [B] that guessed ``token`` [B], -1 = none."""
+    same = tree.valid & (tree.parents == node[:, None]) & (tree.tokens == token[:, None])
+    return torch.where(same.any(1) & (node >= 0), same.int().argmax(1), -1)
+
+
+def _accepted(tree: DraftTree, nodes: list[Tensor], tokens: list[Tensor]) -> Accepted:
+    """Columns [B] of a path as one Accepted; a row that emitted nothing at a column has -1 there."""
+    if not nodes:
+        none = torch.full_like(tree.tokens[:, :1], -1)
+        return Accepted(none, none, torch.zeros_like(none[:, 0]))
+    path, emitted = torch.stack(nodes, 1), torch.stack(tokens, 1)
     return Accepted(path, emitted, (path >= 0).sum(1))
 
 
-RULES: dict[str, Rule] = {"match": match}
+def _at(values: Tensor, index: Tensor) -> Tensor:
+    """[B, m] values at [B] places -> [B]."""
+    return values.gather(1, index.clamp(min=0).to(values.device)[:, None])[:, 0]
+
+
+def _row(laws: Tensor, index: Tensor) -> Tensor:
+    """[B, r, V] laws -> the row [B, V] each batch row asks for."""
+    return laws[torch.arange(laws.shape[0], device=laws.device), index.clamp(min=0).to(laws.device)]
+
+
+def _ratio(p: Tensor, q: Tensor, cap: bool = True) -> Tensor:
+    """p / q [B], capped at one; q is never zero for a token that was drawn from it."""
+    ratio = p / q.to(p).clamp(min=torch.finfo(p.dtype).tiny)
+    return ratio.clamp(max=1.0) if cap else ratio
+
+
+def _residual(p: Tensor, q: Tensor) -> Tensor:
+    """Scores [B, V] whose softmax is max(p - q, 0), normalised; p itself where rounding left nothing."""
+    over = (p - q).clamp(min=0)
+    return torch.where(over.sum(-1, keepdim=True) > TINY, over, p).log()
+
+
+RULES: dict[str, Rule] = {"match": match, "rejection": mixed, "typical": typical}
+"""By name. "rejection" becomes ``block`` for a source whose trees are chains."""
+LOSSY = {"typical"}

@@ -35,13 +35,19 @@ class TreeCache(Cache):
         self._views: dict[tuple[int, int], Tensor] = {}  # (layer, 0 keys | 1 values) -> [B, heads, L, dim]
         self._blocks: dict[Any, Tensor] = {}  # (device, dtype, heads, dim) -> [tensors, B, heads, L, dim]
         self._members: dict[Any, list[tuple[int, int]]] = {}
-        self._slots: Tensor | None = None  # [B, n] where this forward writes; None = every row at `end`
+        self._start = 0  # where this forward writes in the longest row
+        self._slots: Tensor | None = None  # [B, n] where this forward writes; None = every row at `_start`
 
-    def begin(self, width: int) -> int:
-        """Before a forward over ``width`` new slots a row: makes room and returns S, the slots in view."""
-        self._reserve(self.end + width)
-        self._slots = None if self.level else self.lengths[:, None] + torch.arange(width, device=self.lengths.device)
-        return self.end + width
+    def begin(self, width: int, held: int = 0) -> int:
+        """Before a forward over ``width`` new slots a row: makes room and returns S, the slots in view.
+
+        ``held`` slots past each row's length, written by the forwards before, stay in view without being kept.
+        """
+        self._start = self.end + held
+        self._reserve(self._start + width)
+        fresh = torch.arange(held, held + width, device=self.lengths.device)
+        self._slots = None if self.level else self.lengths[:, None] + fresh
+        return self._start + width
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -94,16 +100,16 @@ class TreeCache(Cache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Slots before the forward under way, as stock code counts them: the longest row."""
-        return self.end
+        return self._start if self._start > self.end else self.end
 
     def _write(self, which: tuple[int, int], fresh: Tensor) -> Tensor:
         view, width = self._views[which], fresh.shape[2]
         if self._slots is None:
-            view[:, :, self.end : self.end + width] = fresh
+            view[:, :, self._start : self._start + width] = fresh
         else:
             slots = self._slots.to(view.device)[:, None, :, None]
             view.scatter_(2, slots.expand(-1, fresh.shape[1], -1, fresh.shape[3]), fresh)
-        return view[:, :, : self.end + width]
+        return view[:, :, : self._start + width]
 
     def _allocate(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """A place for a layer seen for the first time. Zeros: what is masked must stay finite."""

@@ -62,7 +62,7 @@ def decode(
         verified = target.verify(tree)
         clock.lap("verify")
 
-        visit.open(verified)
+        visit.open(tree, verified)
         accepted = rule(tree, visit)
         target.commit(accepted)
         _count(report, tree, accepted, visit)
@@ -72,7 +72,7 @@ def decode(
         clock.lap("draft")
 
     report.forwards = target.forwards
-    report.tokens -= sum(visit.overshoot())
+    report.tokens -= visit.overshoot()
     return report
 
 

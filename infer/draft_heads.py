@@ -8,11 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from headstart.heads import DraftHeads, Tie
-from headstart.infer.grow import Budget, Shape, best_first, static
+from headstart.infer.grow import Budget, Children, Sampling, Shape, best_first, offered, static
 from headstart.infer.target import Seen
 from headstart.infer.tree import DraftTree, root_only
 
@@ -24,7 +23,8 @@ class HeadsSource:
     heads: DraftHeads
     width: int = 8  # nodes expanded a level
     branch: int = 8  # children of each
-    shape: Shape | None = None
+    siblings: int = 2  # where one child is drawn (rule "rejection"): how many are chosen beside it
+    shape: Shape | None = None  # of deterministic trees
 
     @property
     def name(self) -> str:
@@ -48,20 +48,28 @@ class HeadsSource:
             raise ValueError(f"the heads are on {home}, the target's output layer is on {needed}: move the heads there")
         return self.heads.check_target(model)
 
-    def drafter(self, model: Any, ends: Tensor) -> HeadsDrafter:
+    @property
+    def chain(self) -> bool:
+        """Drawn guesses without siblings."""
+        return self.width == 1 and self.siblings == 0
+
+    def drafter(self, model: Any, ends: Tensor, sampling: Sampling | None = None) -> HeadsDrafter:
         """A drafter for one call."""
-        return HeadsDrafter(self, Tie.of(model), ends)
+        return HeadsDrafter(self, Tie.of(model), ends, sampling)
 
 
 class HeadsDrafter:
     """Level by level: the heads' law at each frontier node, its best children, the likeliest paths kept."""
 
-    def __init__(self, source: HeadsSource, tie: Tie, ends: Tensor) -> None:
+    def __init__(self, source: HeadsSource, tie: Tie, ends: Tensor, sampling: Sampling | None = None) -> None:
         """``tie`` of the target; ``ends`` [e] end tokens."""
         self.wants = source.wants
         self.heads, self.tie, self.ends = source.heads, tie, ends
         self.width, self.branch, self.shape = source.width, source.branch, source.shape
-        if self.shape is not None:
+        self._sampling = sampling
+        if sampling is not None:
+            self.branch, self.shape = source.siblings + 1, None
+        elif self.shape is not None:
             self.branch = max(self.branch, 1 + max(self.shape.ranks))
         self._state: Any = None
         self._root: Tensor | None = None  # [B, 1, H]
@@ -88,8 +96,8 @@ class HeadsDrafter:
             return static(root, self._expand, budget, self.shape, self.ends)
         return best_first(root, self._expand, budget, self.width, self.ends)
 
-    def _expand(self, tokens: Tensor, above: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-        """Best children of the frontier [B, w] at ``depth``: log-probabilities and target ids, [B, w or 1, c]."""
+    def _expand(self, tokens: Tensor, above: Tensor, depth: int) -> Children:
+        """Children of the frontier [B, w] at ``depth``, from the law [B, w or 1, D] of the heads."""
         if self.heads.path_free:
             tokens, above = tokens[:, :1], above[:, :1]
         if depth == 0:
@@ -97,8 +105,7 @@ class HeadsDrafter:
             hidden = self._root
         else:
             hidden = self.heads.level(tokens, above, depth, self._state, self.tie)
-        logits = self.heads.logits(hidden, tokens, depth, self.tie)
-        top = logits.topk(min(self.branch, logits.shape[-1]), dim=-1)
-        logq = top.values.float() - torch.logsumexp(logits.float(), dim=-1, keepdim=True)
-        ids = top.indices if self.heads.draft_ids is None else self.heads.draft_ids[top.indices]
-        return logq.to(self.ends.device), ids.to(self.ends.device)
+        logits = self.heads.logits(hidden, tokens, depth, self.tie).to(self.ends.device)
+        ids = None if self.heads.draft_ids is None else self.heads.draft_ids.to(self.ends.device)
+        vocab_size = self.tie.weight.shape[0]
+        return offered(logits, self.branch, ids=ids, vocab_size=vocab_size, sampling=self._sampling)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from headstart.infer.draft_ngram import from_lists
 from headstart.infer.drafter import Drafter, Source
-from headstart.infer.grow import Budget
+from headstart.infer.grow import Budget, Sampling
 from headstart.infer.target import Seen
 from headstart.infer.tree import DraftTree
 
@@ -51,8 +51,10 @@ class Merged:
             )
         return [note for source in self.sources for note in source.check(model)]
 
-    def drafter(self, model: Any, ends: Tensor) -> Drafter:
-        """A drafter for one call."""
+    chain = False
+
+    def drafter(self, model: Any, ends: Tensor, sampling: Sampling | None = None) -> Drafter:
+        """A drafter for one call. Nothing is drawn: only deterministic trees can be merged."""
         return _Union([source.drafter(model, ends) for source in self.sources], self)
 
 

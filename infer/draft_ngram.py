@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from headstart.infer.drafter import Drafter
-from headstart.infer.grow import Budget, best_first
+from headstart.infer.grow import Budget, Children, Sampling, best_first
 from headstart.infer.target import Seen
 from headstart.infer.tree import DraftTree, root_only
 
@@ -32,6 +32,7 @@ class PromptLookup:
     depth: int = 10  # guesses on a path
     name: str = "prompt-lookup"
     wants: tuple[int, ...] = ()
+    chain = False
 
     def check(self, model: Any) -> list[str]:
         """Fits every target; raises ValueError for sizes that make no sense."""
@@ -39,8 +40,8 @@ class PromptLookup:
             raise ValueError(f"prompt lookup needs 1 <= shortest <= longest, matches >= 1 and depth >= 1; got {self}")
         return []
 
-    def drafter(self, model: Any, ends: Tensor) -> Drafter:
-        """A drafter for one call."""
+    def drafter(self, model: Any, ends: Tensor, sampling: Sampling | None = None) -> Drafter:
+        """A drafter for one call; there is no law to draw from."""
         return _Lookup(self, set(ends.tolist()))
 
 
@@ -117,6 +118,7 @@ class TokenRecycling:
     depth: int = 6
     name: str = "token-recycling"
     wants: tuple[int, ...] = ()
+    chain = False
 
     def check(self, model: Any) -> list[str]:
         """Fits every target; raises ValueError for sizes that make no sense."""
@@ -124,8 +126,8 @@ class TokenRecycling:
             raise ValueError(f"token recycling needs successors, width and depth of at least 1; got {self}")
         return []
 
-    def drafter(self, model: Any, ends: Tensor) -> Drafter:
-        """A drafter for one call."""
+    def drafter(self, model: Any, ends: Tensor, sampling: Sampling | None = None) -> Drafter:
+        """A drafter for one call; there is no law to draw from."""
         return _Recycler(self, model.config.get_text_config(decoder=True).vocab_size, ends)
 
 
@@ -158,10 +160,10 @@ class _Recycler:
             return root_only(root)
         return best_first(root, self._expand, budget, self._source.width, self._ends)
 
-    def _expand(self, tokens: Tensor, above: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-        """Successors of the frontier [B, w]: log-probabilities and ids, [B, w, c]."""
+    def _expand(self, tokens: Tensor, above: Tensor, depth: int) -> Children:
+        """Successors of the frontier [B, w]."""
         ids = self._table[tokens]
-        return self._logq.expand_as(ids).masked_fill(ids < 0, -torch.inf), ids.clamp(min=0)
+        return Children(self._logq.expand_as(ids).masked_fill(ids < 0, -torch.inf), ids.clamp(min=0))
 
 
 def from_lists(trees: Sequence[tuple[list[int], list[int]]], like: Tensor) -> DraftTree:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from headstart.infer.grow import Budget
+from headstart.infer.grow import Budget, Sampling
 from headstart.infer.target import Seen
 from headstart.infer.tree import DraftTree
 
@@ -47,5 +47,12 @@ class Source(Protocol):
     def check(self, model: Any) -> list[str]:
         """Raises ValueError where this source cannot guess for ``model``; returns warnings."""
 
-    def drafter(self, model: Any, ends: Tensor) -> Drafter:
-        """A fresh drafter; nothing is guessed below the end tokens ``ends`` [e]."""
+    @property
+    def chain(self) -> bool:
+        """Whether its sampled trees are always chains of drawn nodes; block verification is for those."""
+
+    def drafter(self, model: Any, ends: Tensor, sampling: Sampling | None = None) -> Drafter:
+        """A fresh drafter; nothing is guessed below the end tokens ``ends`` [e].
+
+        ``sampling`` is given when the rule can test drawn guesses; a source without laws ignores it.
+        """

@@ -1,21 +1,37 @@
 """From next-token laws to a tree. Pure: the laws come from a function, one call a level.
 
-Legend: B rows, w frontier, c children per frontier node, n nodes of the tree, m nodes generated so far.
+Legend: B rows, w frontier, c children per frontier node, n nodes of the tree, m nodes generated so far, D draft
+vocabulary, V target vocabulary, R flattened rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from headstart.infer.tree import DraftTree, root_only
 
-Expand = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
-"""(tokens [B, w], index into the level above [B, w], depth) -> log-probabilities and target ids of the best children,
-each [B, w, c] or, where the law does not depend on the path, [B, 1, c]; sorted, best first."""
+
+class Children(NamedTuple):
+    """What a frontier node offers: w is 1 where the law does not depend on the path."""
+
+    logq: Tensor  # [B, w, c] log-probability given the parent, deterministic ones best first
+    ids: Tensor  # [B, w, c] target ids
+    law: Tensor | None = None  # [B, w, V] as drawn from: where given, the last child was drawn from it, and it alone
+
+
+Expand = Callable[[Tensor, Tensor, int], Children]
+"""(tokens [B, w], index into the level above [B, w], depth) -> the children of the frontier."""
+
+
+class Sampling(NamedTuple):
+    """How one child a node is drawn, for the rule "rejection"."""
+
+    pick: Callable[[Tensor], Tensor]  # [R, V] probabilities -> [R] tokens, from a generator of the drafter's own
+    warpers: tuple[Callable[[Any, Tensor], Tensor], ...] = ()  # the call's temperature, top-k ...: they see scores only
 
 
 class Budget(NamedTuple):
@@ -42,21 +58,60 @@ class Shape(NamedTuple):
         return cls((-1, *(index[path[:-1]] for path in order)), (0, *(path[-1] for path in order)))
 
 
+def offered(
+    logits: Tensor,
+    branch: int,
+    *,
+    ids: Tensor | None = None,
+    vocab_size: int,
+    sampling: Sampling | None = None,
+) -> Children:
+    """The ``branch`` best children of nodes with draft ``logits`` [B, w, D]; D is mapped to target ids by ``ids`` [D].
+
+    With ``sampling`` the last of them is drawn from what the others leave of the warped law (decoding by the mixed
+    rule: deterministic children D and one child from the complement of D), and that law [B, w, V] comes along.
+    """
+    if sampling is not None:
+        flat = logits.to(torch.promote_types(logits.dtype, torch.float32)).reshape(-1, logits.shape[-1])
+        for warper in sampling.warpers:
+            flat = warper(None, flat)
+        logits = flat.reshape(logits.shape)
+    deterministic = min(branch, logits.shape[-1]) - (sampling is not None)
+    top = logits.topk(deterministic, dim=-1)
+    logq = top.values.float() - torch.logsumexp(logits.float(), dim=-1, keepdim=True)
+    best = top.indices if ids is None else ids[top.indices]
+    if sampling is None:
+        return Children(logq, best)
+    rest = torch.softmax(logits, -1).nan_to_num(0.0).scatter(-1, top.indices, 0.0)  # [B, w, D]
+    mass = rest.sum(-1, keepdim=True)
+    rest = torch.where(mass > 0, rest / mass, 1.0 / rest.shape[-1])  # nothing left: its place has no chance to be kept
+    law = rest.new_zeros(*rest.shape[:-1], vocab_size)
+    law[..., ids if ids is not None else slice(rest.shape[-1])] = rest
+    drawn = sampling.pick(law.reshape(-1, vocab_size)).reshape(*law.shape[:-1], 1)
+    return Children(torch.cat([logq, mass.log()], -1), torch.cat([best, drawn], -1), law)
+
+
 def best_first(root: Tensor, expand: Expand, budget: Budget, width: int, barren: Tensor | None = None) -> DraftTree:
     """The tree of the ``budget.nodes`` likeliest paths among those generated (EAGLE-2, arXiv 2406.16858).
 
     Each level expands its ``width`` likeliest nodes. A path's probability falls along it, so the best n are connected.
     ``root`` [B]; nothing grows below the tokens ``barren`` [e] (end tokens).
+
+    A drawn child stands in this order with the chance of its *place*, all that the law leaves to draw from, never with
+    that of the token that was drawn: whether it stays in the tree says nothing about which token it is, so it keeps
+    the law it was drawn from and the rule may rely on that.
     """
     batch, device = root.shape[0], root.device
     tokens, parents = root[:, None], torch.full((batch, 1), -1, device=device)  # [B, m]
     scores = torch.zeros(batch, 1, device=device)  # [B, m] log-probability of the path
+    drawn = torch.full_like(parents, -1)  # [B, m] row of the laws a node was drawn from
+    laws: list[Tensor] = []
     frontier, above = torch.zeros(batch, 1, dtype=torch.int64, device=device), torch.zeros_like(root[:, None])
     path = scores  # [B, w] of the frontier; -inf where nothing may grow
     for depth in range(budget.depth):
         if depth and budget.more is not None and not budget.more(path):
             break
-        logq, ids = expand(tokens.gather(1, frontier), above, depth)
+        logq, ids, law = expand(tokens.gather(1, frontier), above, depth)
         w, c = frontier.shape[1], logq.shape[2]
         logq = torch.nan_to_num(
             logq, nan=-torch.inf, posinf=-torch.inf, neginf=-torch.inf
@@ -68,14 +123,23 @@ def best_first(root: Tensor, expand: Expand, budget: Budget, width: int, barren:
         tokens = torch.cat([tokens, fresh_ids], 1)
         parents = torch.cat([parents, frontier.repeat_interleave(c, 1)], 1)
         scores = torch.cat([scores, fresh], 1)
+        origin = torch.full((w, c), -1, device=device)
+        if law is not None:
+            origin[:, -1] = torch.arange(law.shape[1], device=device) + sum(x.shape[1] for x in laws)
+            laws.append(law)
+        drawn = torch.cat([drawn, origin.reshape(1, w * c).expand(batch, -1)], 1)
         alive = fresh if barren is None else fresh.masked_fill(torch.isin(fresh_ids, barren), -torch.inf)
         path, best = alive.topk(min(width, w * c), dim=1)
         frontier, above = best + first, best // c
-    return _likeliest(tokens, parents, scores, budget.nodes)
+    tree, kept = _likeliest(tokens, parents, scores, budget.nodes)
+    return tree._replace(drawn=drawn.gather(1, kept), law=torch.cat(laws, 1)) if laws else tree
 
 
-def _likeliest(tokens: Tensor, parents: Tensor, scores: Tensor, nodes: int) -> DraftTree:
-    """The root and the ``nodes`` - 1 likeliest of the generated nodes [B, m], renumbered in order of generation."""
+def _likeliest(tokens: Tensor, parents: Tensor, scores: Tensor, nodes: int) -> tuple[DraftTree, Tensor]:
+    """The root and the ``nodes`` - 1 likeliest of the generated nodes [B, m], renumbered in order of generation.
+
+    Returns the tree and which nodes [B, n] were kept.
+    """
     batch, m = tokens.shape
     kept = scores.sort(dim=1, descending=True, stable=True).indices[:, :nodes].sort(dim=1).values  # [B, n]
     number = torch.full((batch, m), -1, dtype=torch.int64, device=tokens.device)
@@ -85,7 +149,7 @@ def _likeliest(tokens: Tensor, parents: Tensor, scores: Tensor, nodes: int) -> D
     score = scores.gather(1, kept)
     logq = score - score.gather(1, new.clamp(min=0))
     valid = score > -torch.inf
-    return DraftTree(tokens.gather(1, kept), new, valid, torch.where(valid & (new >= 0), logq, 0.0))
+    return DraftTree(tokens.gather(1, kept), new, valid, torch.where(valid & (new >= 0), logq, 0.0)), kept
 
 
 def static(root: Tensor, expand: Expand, budget: Budget, shape: Shape, barren: Tensor | None = None) -> DraftTree:
@@ -101,7 +165,7 @@ def static(root: Tensor, expand: Expand, budget: Budget, shape: Shape, barren: T
         next_level = [i for i, parent in enumerate(shape.parents) if parent in level]
         if not next_level:
             break
-        laws, ids = expand(torch.stack([tokens[i] for i in level], 1), above, depth)
+        laws, ids, _ = expand(torch.stack([tokens[i] for i in level], 1), above, depth)
         for i in next_level:
             at = level.index(shape.parents[i]) if laws.shape[1] > 1 else 0
             if shape.ranks[i] >= laws.shape[2]:

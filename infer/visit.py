@@ -17,6 +17,7 @@ from transformers.generation import logits_process as processors_of
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from headstart.infer.target import Verified
+from headstart.infer.tree import DraftTree
 
 TENSOR_ONLY = (  # they look at the scores alone, so one call serves all rows
     processors_of.TemperatureLogitsWarper,
@@ -29,6 +30,7 @@ TENSOR_ONLY = (  # they look at the scores alone, so one call serves all rows
     processors_of.LogitNormalization,
     processors_of.SuppressTokensLogitsProcessor,
 )
+WARPERS = TENSOR_ONLY[:4]  # those a drafter may apply to a law of its own
 ONE_ROW_ONLY = (  # they carry the state of a whole batch from call to call
     processors_of.UnbatchedClassifierFreeGuidanceLogitsProcessor,
     processors_of.SynthIDTextWatermarkLogitsProcessor,
@@ -70,18 +72,22 @@ class Emission:
         pad: int | None,
         sink: Any = None,
         record: bool = False,
+        in_order: bool = True,
     ) -> None:
         """``prompt`` [B, P] padded ids; ``max_length`` counts them too; ``pad`` fills finished rows; ``record`` keeps
-        the scores and logits of every emitted token (one row only)."""
+        the scores and logits of every emitted token (one row only); ``in_order`` says that the rule asks for laws of
+        emitted tokens only, one after the other."""
         self.rows, self.start = prompt.shape
         self.max_length, self.do_sample, self.sink = max_length, do_sample, sink
-        shared = [p for p in processors if isinstance(p, ONE_ROW_ONLY)]
+        shared = sorted(type(p).__name__ for p in processors if isinstance(p, ONE_ROW_ONLY))
         if shared and self.rows > 1:
-            names = sorted(type(p).__name__ for p in shared)
             raise ValueError(
-                f"{names} keep one state for a whole batch; {self.rows} rows were given: decode them singly"
+                f"{shared} keep one state for a whole batch; {self.rows} rows were given: decode them singly"
             )
-        self.ids = prompt.new_full((self.rows, max(max_length, self.start)), 0 if pad is None else pad)
+        if shared and not in_order:
+            raise ValueError(f"{shared} carry a state from token to token, which only the rule 'match' follows")
+        self._pad = 0 if pad is None else pad
+        self.ids = prompt.new_full((self.rows, max(max_length, self.start)), self._pad)
         self.ids[:, : self.start] = prompt
         self.length = [self.start] * self.rows  # padded coordinates, prompt included
         self._stopped: list[int | None] = [None] * self.rows  # length at which a criterion first held
@@ -91,43 +97,57 @@ class Emission:
         self._tensor_only = all(type(p) in TENSOR_ONLY for p in processors)
         self._processors: list[Any] = [row_view(processors, row, self.rows) for row in range(self.rows)]
         self._verified: Verified | None = None
-        self._visited: list[int] = []
+        self._tree: DraftTree | None = None
+        self._base: list[int] = []  # lengths when the step began
         self._streamed = self.start
         self._record = record
         self.scores: tuple[Tensor, ...] = ()  # processed, [1, V] a token
         self.logits: tuple[Tensor, ...] = ()  # as the target gave them, float32
 
-    def open(self, verified: Verified) -> None:
-        """A step begins: laws are read from ``verified`` until the next one."""
-        self._verified = verified
+    def open(self, tree: DraftTree, verified: Verified) -> None:
+        """A step begins: laws at the nodes of ``tree`` are read from ``verified`` until the next one."""
+        self._tree, self._verified, self._base = tree, verified, list(self.length)
 
     def law(self, node: Tensor) -> Tensor:
-        """Processed float32 scores [B, V] at nodes [B]; rows with -1 are not visited and stay zero."""
+        """Processed float32 scores [B, V] at nodes [B], each after its own path, whether that is emitted already or
+        not; rows with -1 are not visited and stay zero."""
         assert self._verified is not None
         logits, device = self._verified.logits, self.ids.device
-        self._visited = [row for row, at in enumerate(node.tolist()) if at >= 0]
-        rows = torch.tensor(self._visited, device=logits.device)
+        visited = [(row, at) for row, at in enumerate(node.tolist()) if at >= 0]
+        rows = torch.tensor([row for row, _ in visited], device=logits.device)
         raw = logits[rows, node.to(logits.device)[rows]].to(device, torch.float32)  # [R, V]
         scores = raw.clone() if self._record else raw
         if self._tensor_only:
-            scores = self._processors[0](self.ids[self._visited, : self.start], scores)
+            scores = self._processors[0](self.ids[rows.to(device), : self.start], scores)
         else:
             parts = [
-                self._processors[row](self.ids[row : row + 1, : self.length[row]], scores[i : i + 1])
-                for i, row in enumerate(self._visited)
+                self._processors[row](self._prefix(row, at), scores[i : i + 1]) for i, (row, at) in enumerate(visited)
             ]
             scores = torch.cat(parts)
         if self._record:
             self.scores, self.logits = (*self.scores, scores), (*self.logits, raw)
-        if len(self._visited) == self.rows:
+        if len(visited) == self.rows:
             return scores
         return scores.new_zeros(self.rows, scores.shape[1]).index_copy_(0, rows.to(device), scores)  # [B, V]
 
-    def draw(self, scores: Tensor) -> Tensor:
-        """[B, V] -> [B]: argmax, or one multinomial draw a visited row from the softmax, exactly as ``generate``."""
+    def _prefix(self, row: int, node: int) -> Tensor:
+        """The row's text down to ``node`` [1, P + ...]; guesses are written where they will stand if they are kept."""
+        assert self._tree is not None
+        path = []
+        while node > 0:
+            path.append(self._tree.tokens[row, node])
+            node = int(self._tree.parents[row, node])
+        base = self._base[row]
+        if path and base + len(path) > self.length[row]:
+            self.ids[row, base : base + len(path)] = torch.stack(path[::-1]).to(self.ids.device)
+        return self.ids[row : row + 1, : base + len(path)]
+
+    def draw(self, scores: Tensor, wanted: Tensor) -> Tensor:
+        """[B, V] -> [B]: argmax, or one multinomial draw a row of ``wanted`` from the softmax, exactly as
+        ``generate``."""
         if not self.do_sample:
             return scores.argmax(-1)
-        rows = torch.tensor(self._visited, device=scores.device)
+        rows = wanted.nonzero()[:, 0].to(scores.device)
         drawn = torch.multinomial(torch.softmax(scores[rows], dim=-1), num_samples=1).squeeze(1)
         return scores.new_zeros(self.rows, dtype=torch.int64).index_copy_(0, rows, drawn)
 
@@ -169,6 +189,8 @@ class Emission:
 
     def sequences(self) -> Tensor:
         """Prompt and tokens [B, P + longest], finished rows padded, as ``generate`` returns them."""
+        for row, length in enumerate(self.length):
+            self.ids[row, length:] = self._pad  # guesses that were not kept may stand there
         return self.ids[:, : self.longest]
 
     def _stops(self, row: int, value: int) -> bool:
@@ -183,11 +205,13 @@ class Emission:
             return [s is None for s in self._stopped]
         if len(stopped) < self.rows:
             return [length < self.max_length for length in self.length]
-        return [length < max(stopped) for length in self.length]
+        last = max(stopped)
+        return [length < last for length in self.length]
 
-    def overshoot(self) -> list[int]:
-        """Tokens each row wrote past the place where the last row stopped: they are in no result."""
-        return [max(0, length - self.longest) for length in self.length]
+    def overshoot(self) -> int:
+        """Tokens written past the place where the last row stopped: they are in no result."""
+        longest = self.longest
+        return sum(max(0, length - longest) for length in self.length)
 
     def _stream(self) -> None:
         """Puts a column of tokens [B] as soon as every row has it or is finished."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,8 @@ from torch import Tensor
 
 from headstart.heads import FAMILIES, DraftHeads
 from headstart.infer.draft_heads import HeadsSource
-from headstart.infer.grow import Shape
+from headstart.infer.draft_model import DraftModel
+from headstart.infer.grow import Sampling, Shape
 from tests.toys import Scripted
 
 
@@ -27,7 +29,9 @@ class ScriptedSource:
     def check(self, model: Any) -> list[str]:
         return []
 
-    def drafter(self, model: Any, ends: Tensor) -> Scripted:
+    chain = False
+
+    def drafter(self, model: Any, ends: Tensor, sampling: Sampling | None = None) -> Scripted:
         return self.make(model)
 
 
@@ -74,6 +78,17 @@ def shaped(model: Any) -> HeadsSource:
     return HeadsSource(untrained("medusa")(model), shape=Shape.of([[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]]))
 
 
+def smaller(model: Any) -> Any:
+    """The target's first layers as a draft model: right now and then."""
+    config = copy.deepcopy(model.config)
+    config.num_hidden_layers = 2
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:2]
+    small = type(model)(config).eval().to(model.dtype)
+    small.load_state_dict(model.state_dict(), strict=False)
+    return small
+
+
 SOURCES: dict[str, Callable[[Any], Any]] = {
     "oracle": oracle,
     "adversary": adversary,
@@ -83,5 +98,9 @@ SOURCES: dict[str, Callable[[Any], Any]] = {
     "medusa-shape": shaped,
     "prompt-lookup": lambda model: "prompt-lookup",
     "token-recycling": lambda model: "token-recycling",
+    "draft-model": lambda model: DraftModel(smaller(model)),
+    "draft-model-tree": lambda model: DraftModel(smaller(model), width=3, branch=3, depth=4),
+    "draft-model-is-the-target": lambda model: DraftModel(copy.deepcopy(model), depth=3),
+    "lookahead": lambda model: "lookahead",
     "medusa-and-prompt-lookup": lambda model: ["prompt-lookup", untrained("medusa")(model)],
 }

@@ -26,7 +26,7 @@ class Script:
         self.asked.append(node.tolist())
         return node[:, None].double()
 
-    def draw(self, scores: Tensor) -> Tensor:
+    def draw(self, scores: Tensor, wanted: Tensor) -> Tensor:
         return torch.tensor([row.get(int(at), 0) for row, at in zip(self.draws, scores[:, 0], strict=True)])
 
     def coin(self, p: Tensor) -> Tensor:
@@ -90,9 +90,9 @@ def test_a_rule_that_follows_the_first_guess_fails_the_same_enumeration() -> Non
     given = torch.tensor([[0.1, 0.6, 0.3], [0.4, 0.4, 0.2], [0.25, 0.25, 0.5]], dtype=torch.float64)
 
     def biased(tree: DraftTree, visit: Any) -> Accepted:
-        first = visit.draw(visit.law(torch.tensor([0])))
+        first = visit.draw(visit.law(torch.tensor([0])), torch.tensor([True]))
         visit.emit(first)
-        second = visit.draw(visit.law(torch.tensor([1])))
+        second = visit.draw(visit.law(torch.tensor([1])), torch.tensor([True]))
         return Accepted(torch.tensor([[0, 1]]), torch.stack([first, second], 1), torch.tensor([2]))
 
     with pytest.raises(AssertionError):

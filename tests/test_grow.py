@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headstart.infer.grow import Budget, Expand, Shape, best_first, static
+from headstart.infer.grow import Budget, Children, Expand, Shape, best_first, static
 from headstart.infer.tree import depths, validate
 from tests.reference import likeliest_paths, path_of
 
@@ -16,11 +16,11 @@ LAWS = [[0.5, 0.3, 0.15, 0.05], [0.6, 0.25, 0.1, 0.05], [0.4, 0.35, 0.2, 0.05]]
 def marginals(laws: list[list[float]], batch: int = 1, path_free: bool = True) -> Expand:
     """Laws that depend on the depth alone; child r at depth d is token 10 d + r + 1."""
 
-    def expand(tokens: Tensor, above: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+    def expand(tokens: Tensor, above: Tensor, depth: int) -> Children:
         w = 1 if path_free else tokens.shape[1]
         logq = torch.tensor(laws[depth]).log().expand(batch, w, -1)
         ids = (10 * depth + 1 + torch.arange(len(laws[depth]))).expand(batch, w, -1)
-        return logq, ids
+        return Children(logq, ids)
 
     return expand
 

@@ -287,7 +287,7 @@ def test_rows_stopped_by_a_criterion_without_end_tokens_go_on_as_in_generate() -
 class HalfOracle:
     """Right about the second row, silent about the first: the row that stops first is the faster one."""
 
-    name, depth, wants = "half", 4, ()
+    name, depth, wants, chain = "half", 4, (), False
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -295,7 +295,7 @@ class HalfOracle:
     def check(self, model: Any) -> list[str]:
         return []
 
-    def drafter(self, model: Any, ends: Tensor) -> Any:
+    def drafter(self, model: Any, ends: Tensor, sampling: Any = None) -> Any:
         drafter = oracle(self.model).drafter(model, ends)
         whole = drafter.grow
 
@@ -428,13 +428,6 @@ def test_sources_and_targets_that_do_not_fit_are_refused() -> None:
         odd.config.model_type = kind
         with pytest.raises(ValueError, match=why):
             Speculator(odd, "prompt-lookup")
-    odd = llama()
-    odd.config.rope_parameters = {"rope_type": "longrope", "rope_theta": 1e4}
-    with pytest.raises(ValueError, match="longrope"):
-        Speculator(odd, "prompt-lookup")
-    model.config._attn_implementation = "flash_attention_2"
-    with pytest.raises(ValueError, match="flash_attention_2"):
-        Speculator(model, SOURCES["medusa"](llama()))
 
 
 def test_heads_of_other_weights_warn_and_stay_exact() -> None:
