@@ -20,7 +20,7 @@ from headstart.infer.drafter import Drafter
 from headstart.infer.grow import Budget
 from headstart.infer.report import Clock, Report
 from headstart.infer.target import Seen, Target, Verified
-from headstart.infer.tree import DraftTree, depths
+from headstart.infer.tree import DraftTree, depths, pruned
 from headstart.infer.visit import Emission
 
 
@@ -56,7 +56,8 @@ def decode(
     clock.lap("prefill")
 
     while any(wanted := visit.wanted()):
-        tree = drafter.grow(visit.roots().to(ids.device), _budget(wanted, target, limits))
+        budget = _budget(wanted, target, limits)
+        tree = pruned(drafter.grow(visit.roots().to(ids.device), budget), budget.room, target.vocab_size)
         clock.lap("draft")
 
         verified = target.verify(tree)

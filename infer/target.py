@@ -45,6 +45,7 @@ class Target:
         self.forwards = 0
         self._room = room
         text = model.config.get_text_config(decoder=True)
+        self.vocab_size: int = text.vocab_size
         self._layers: int = text.num_hidden_layers
         self._windows = attention_windows(text)
         self._device = home(model)
@@ -138,7 +139,7 @@ def home(model: Any) -> torch.device:
     hook = getattr(embedding, "_hf_hook", None)  # accelerate's, for weights offloaded to memory or disk
     hooks = [hook, *getattr(hook, "hooks", ())]
     used = next((h.execution_device for h in hooks if getattr(h, "execution_device", None) is not None), "cpu")
-    return torch.device("cuda", used) if isinstance(used, int) else torch.device(used)
+    return torch.device(used)
 
 
 def compute_dtype(model: Any) -> torch.dtype:
@@ -161,7 +162,7 @@ def attention_windows(config: Any) -> dict[str, int | None]:
     odd = sorted(set(kinds) - set(known))
     if odd:
         raise ValueError(
-            f"layers of kind {odd} keep a state that a rejected guess cannot be taken out of; "
+            f"layers of kind {odd} keep a state beyond keys and values that a rejected guess cannot be taken out of; "
             f"a target whose layers are of the kinds {', '.join(known)} is needed"
         )
     return {kind: known[kind] for kind in sorted(set(kinds))}

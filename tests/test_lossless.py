@@ -41,7 +41,7 @@ def counted(model: Any) -> Iterator[list[int]]:
 
     def note(module: Any, args: Any, kwargs: Any) -> None:
         if kwargs.get("cache") is not None:
-            widths.append(kwargs["input_ids"].shape[1])
+            widths.append((args[0] if args else kwargs["input_ids"]).shape[1])
 
     hook = model.register_forward_pre_hook(note, with_kwargs=True)
     try:

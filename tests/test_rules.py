@@ -72,7 +72,7 @@ class TableTarget:
     """What the loop asks of a Target, with laws from a table."""
 
     def __init__(self, law: Callable[[Prefix], Tensor], rows: int = 1) -> None:
-        self.law, self.forwards = law, 0
+        self.law, self.forwards, self.vocab_size = law, 0, len(law(()))
         self.texts: list[Prefix] = [() for _ in range(rows)]  # without the prompt's one token
         self.cache = SimpleNamespace(lengths=torch.zeros(rows, dtype=torch.int64))
 
