@@ -11,6 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from headstart.infer.target import Target
+from headstart.infer.tree import DraftTree
+
 
 class Difference(NamedTuple):
     """The first place where two texts part."""
@@ -49,3 +52,51 @@ def first_difference(model: Any, prompt: Tensor, plain: Tensor, fast: Tensor) ->
     a, b = int(plain[at]), int(fast[at])
     noise = float((single - whole).abs().max())
     return Difference(at - start, a, b, float(single[a] - single[b]), noise)
+
+
+class Ledger(NamedTuple):
+    """Plain steps and passes over several rows, position by position, over one text whose tokens are given."""
+
+    positions: int
+    flips: int  # positions where the two say another token
+    noise: float  # largest difference of any logit
+    margin: float  # largest margin, in the plain step, of the token it prefers over the other's, where they flip
+    variation: float  # largest total variation between the two laws
+
+    @property
+    def bugs(self) -> bool:
+        """A flip where the plain step was surer than rounding explains."""
+        return self.margin > 2 * self.noise
+
+    def __str__(self) -> str:
+        verdict = "NOT all near ties: a bug" if self.bugs else "all near ties" if self.flips else "none"
+        return (
+            f"{self.flips} flips in {self.positions} positions ({verdict}); largest margin of one {self.margin:.3g}, "
+            f"rounding up to {self.noise:.3g}, total variation up to {self.variation:.3g}"
+        )
+
+
+@torch.no_grad()
+def ledger(model: Any, text: Tensor, start: int, width: int = 8) -> Ledger:
+    """Compares one-token steps with passes of ``width`` rows at every position of text [P + T] from ``start`` = P on."""
+    plain = model(input_ids=text[None, : start - 1], use_cache=True) if start > 1 else None
+    cache = None if plain is None else plain.cache
+    target = Target(model)
+    for _ in target.prefill(text[None], torch.tensor([start], device=text.device)):
+        pass
+    flips, noise, margin, variation = 0, 0.0, 0.0, 0.0
+    places = range(start - 1, text.shape[0] - 1)
+    for begin in range(places.start, places.stop, width):
+        rows = text[None, begin : min(begin + width, places.stop)]
+        parents = torch.arange(-1, rows.shape[1] - 1, device=text.device)[None]
+        passed = target.verify(DraftTree(rows, parents, torch.ones_like(rows, dtype=torch.bool))).logits[0].float()
+        for place, row in enumerate(rows[0]):
+            out = model(input_ids=row[None, None], cache=cache, use_cache=True)
+            cache, step, wide = out.cache, out.logits[0, -1].float(), passed[place]
+            noise = max(noise, float((step - wide).abs().max()))
+            variation = max(variation, float((step.softmax(-1) - wide.softmax(-1)).abs().sum()) / 2)
+            ours, theirs = int(wide.argmax()), int(step.argmax())
+            if ours != theirs:
+                flips, margin = flips + 1, max(margin, float(step[theirs] - step[ours]))
+        target.cache.advance(torch.tensor([rows.shape[1]], device=text.device))
+    return Ledger(len(places), flips, noise, margin, variation)

@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from headstart.scripts.bench import bench
 from headstart.scripts.distill import distill
 from headstart.scripts.generate import generate
 from headstart.scripts.train import train
@@ -28,6 +29,7 @@ app = typer.Typer(
 app.command()(distill)
 app.command()(train)
 app.command()(generate)
+app.command()(bench)
 
 
 def _show_version(wanted: bool) -> None:

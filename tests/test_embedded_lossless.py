@@ -13,7 +13,7 @@ import torch
 
 from headstart.heads import FAMILIES
 from headstart.infer.embedded import load_target
-from headstart.infer.parity import first_difference
+from headstart.infer.parity import first_difference, ledger
 from headstart.infer.speculator import Speculator
 from headstart.train.masking import prompt_ids
 from tests.drafters import replay
@@ -66,3 +66,19 @@ def test_a_tree_in_bf16_differs_from_plain_steps_by_rounding_only(target: tuple[
         options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": NEW, "do_sample": False}
         found = first_difference(model, ids[0], model.generate(ids, **options)[0], fast.generate(ids, **options)[0])
         assert found is None or found.near_tie, str(found)
+
+
+@pytest.mark.embedded
+def test_five_hundred_positions_in_bf16_flip_at_near_ties_only() -> None:
+    """Plain steps against passes of 8 rows over the target's own answers, tokens given: no flip outside the band."""
+    model, tokenizer = load_target("smollm2", dtype=torch.bfloat16)
+    rows = (ROOT / "recipes" / "smollm2-answers.jsonl").read_text(encoding="utf-8").splitlines()
+    positions = 0
+    for line in rows[::150]:
+        row = json.loads(line)
+        prompt = prompt_ids(row["messages"][:1], tokenizer)
+        answer = tokenizer(row["messages"][1]["content"], add_special_tokens=False)["input_ids"]
+        found = ledger(model, torch.tensor([*prompt, *answer]), len(prompt))
+        assert not found.bugs, f"{row['id']}: {found}"
+        positions += found.positions
+    assert positions >= 500

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from headstart.infer.parity import Difference, first_difference
+from headstart.infer.parity import Difference, Ledger, first_difference, ledger
 from tests.toys import llama
 
 
@@ -31,3 +31,27 @@ def test_a_text_that_goes_on_after_the_other_is_a_bug() -> None:
     text = torch.tensor([5, 6, 7, 8])
     with pytest.raises(ValueError, match="a bug"):
         first_difference(llama(), text[:2], text, text[:3])
+
+
+def test_the_ledger_of_a_precise_target_has_no_flips() -> None:
+    model = llama().double()
+    text = model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=29, do_sample=False)[0]
+    found = ledger(model, text, 3, width=5)
+    assert (found.positions, found.flips, found.bugs) == (text.shape[0] - 3, 0, False)
+    assert found.noise < 1e-5 and found.variation < 1e-5
+
+
+def test_the_ledger_tells_a_target_whose_passes_are_wrong() -> None:
+    """A model that adds something to every logit of a pass of several rows, as a wrong mask would."""
+    model = llama().double()
+    whole = model.forward
+
+    def crooked(*args: object, **kwargs: object) -> object:
+        out = whole(*args, **kwargs)
+        out.logits = out.logits.roll(1, -1) if out.logits.shape[1] > 1 else out.logits
+        return out
+
+    model.forward = crooked
+    assert ledger(model, torch.arange(3, 30), 4).flips > 20
+    assert Ledger(10, 1, noise=0.1, margin=0.3, variation=0.1).bugs
+    assert "a bug" in str(Ledger(10, 1, noise=0.1, margin=0.3, variation=0.1))

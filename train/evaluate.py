@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from headstart.heads import DraftHeads
+from headstart.infer.figures import loops_at_end
 from headstart.infer.report import Report
 from headstart.infer.speculator import Speculator
-
-LOOP_TIMES, LOOP_TOKENS = 4, 12  # a tail that repeats itself so often and so long is a loop
 
 
 class Evaluation(NamedTuple):
@@ -50,12 +49,3 @@ def evaluate(
     finally:
         heads.train(was_training)
     return Evaluation(total.tokens_per_pass, total.accepted_by_depth, loops / len(prompts), total.tokens)
-
-
-def loops_at_end(ids: Sequence[int], longest: int = 32) -> bool:
-    """Whether the last tokens are one run of up to ``longest`` tokens repeated at least four times and 12 tokens."""
-    for size in range(1, longest + 1):
-        tail = max(LOOP_TIMES * size, LOOP_TOKENS)
-        if len(ids) >= tail and all(ids[-i] == ids[-i - size] for i in range(1, tail - size + 1)):
-            return True
-    return False

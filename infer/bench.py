@@ -1,0 +1,234 @@
+"""What drafting brings, measured: ways of decoding the same prompts, run in turn.
+
+Every contestant decodes every batch of prompts under the same seed; which one begins changes from batch to batch. A
+time is that of the whole call, with a streamer that notes when the first token came. Nothing is printed here; the
+figures that follow from the runs are in figures.py.
+
+Legend: B rows of a batch, P prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from time import perf_counter
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from headstart.infer.figures import PLAIN, Run, loops_at_end
+from headstart.infer.parity import first_difference
+from headstart.infer.speculator import Speculator
+
+EQUAL, TIE, BUG = "equal", "near tie", "bug"  # of greedy texts
+DRAWS, LOSSY = "other draws", "lossy"  # of sampled texts that differ, and of those by a rule that does not keep the law
+WARM_TOKENS = 16
+LOOKUP_TOKENS = 10  # guesses of transformers' own prompt lookup
+T = TypeVar("T")
+
+
+class Prompt(NamedTuple):
+    """One tokenised prompt of a suite."""
+
+    name: str
+    task: str
+    ids: Tensor  # [P]
+
+
+@dataclass
+class Contestant:
+    """A way of decoding. ``call`` takes what ``target.generate`` takes and returns ids [B, P + new]."""
+
+    name: str
+    call: Callable[..., Any]
+    fast: Speculator | None = None  # one of ours: its report is read after each call
+    refused: str = ""  # why it cannot run; found out in the warm-up
+
+    @classmethod
+    def ours(cls, name: str, fast: Speculator) -> Contestant:
+        """A Speculator as a contestant."""
+        return cls(name, fast.generate, fast)
+
+
+def stock(target: Any, *, lookup: bool, assistant: Any = None) -> list[Contestant]:
+    """Plain ``generate``, and what else transformers has: prompt lookup, and assisted generation by ``assistant``."""
+    made = [Contestant(PLAIN, target.generate)]
+    if lookup:
+        call = partial(target.generate, prompt_lookup_num_tokens=LOOKUP_TOKENS)
+        made.append(Contestant("transformers prompt-lookup", call))
+    if assistant is not None:
+        made.append(Contestant("transformers assisted", partial(target.generate, assistant_model=assistant)))
+    return made
+
+
+def pad_token(target: Any, tokenizer: Any) -> int:
+    """What fills rows: the pad token, or an end token where there is none, as in ``generate``."""
+    ends = target.generation_config.eos_token_id
+    first = ends[0] if isinstance(ends, list) else ends
+    given = (target.generation_config.pad_token_id, tokenizer.pad_token_id, first, 0)
+    return int(next(token for token in given if token is not None))
+
+
+def spread(prompts: Sequence[Prompt], limit: int | None = None) -> list[Prompt]:
+    """``limit`` prompts (None = all): as many of each task as of any other where there are enough, picked at even
+    distances, and dealt out in turn, so that whatever part of the list is run is balanced too."""
+    tasks = _by_task(prompts)
+    left = len(prompts) if limit is None else min(limit, len(prompts))
+    quota = dict.fromkeys(tasks, 0)
+    while left:
+        for task in [t for t in tasks if quota[t] < len(tasks[t])][:left]:
+            quota[task] += 1
+            left -= 1
+    picked = [[rows[(2 * i + 1) * len(rows) // (2 * quota[t])] for i in range(quota[t])] for t, rows in tasks.items()]
+    return _dealt(picked)
+
+
+def batches(prompts: Sequence[Prompt], size: int) -> list[list[Prompt]]:
+    """Batches of up to ``size`` prompts of one task each, the tasks in turn."""
+    return _dealt([[p[i : i + size] for i in range(0, len(p), size)] for p in _by_task(prompts).values()])
+
+
+def warm_up(target: Any, contestants: Sequence[Contestant], batch: Sequence[Prompt], options: dict[str, Any]) -> None:
+    """A short call of each. A baseline that refuses such a call is marked with its reason; one of ours raises."""
+    short = options | {"max_new_tokens": min(WARM_TOKENS, options["max_new_tokens"])}
+    for contestant in contestants:
+        try:
+            _decode(target, contestant, batch, short, seed=0)
+        except (ValueError, NotImplementedError) as reason:
+            if contestant.name == PLAIN or contestant.fast is not None:
+                raise ValueError(f"{contestant.name} cannot decode this: {reason}") from reason
+            contestant.refused = str(reason)
+
+
+def measure(
+    target: Any, contestants: Sequence[Contestant], work: Sequence[Sequence[Prompt]], options: dict[str, Any], seed: int
+) -> Iterator[list[Run]]:
+    """Decodes each batch of ``work`` by every contestant that has not refused, of which one must be called PLAIN.
+
+    ``options`` of ``generate``, with ``max_new_tokens``, ``do_sample`` and ``pad_token_id`` among them. Yields all the
+    runs of a batch at once, so that what was measured before an interruption is whole.
+    """
+    for number, batch in enumerate(work):
+        runs, texts = {}, {}
+        for turn, contestant in enumerate(rotated([c for c in contestants if not c.refused], number)):
+            run, texts[contestant.name] = _decode(target, contestant, batch, options, seed)
+            runs[contestant.name] = run._replace(batch=number, turn=turn)
+        for contestant in (c for c in contestants if c.name in runs):
+            lossless = contestant.fast is None or contestant.fast.report.lossless
+            pairs = zip(batch, texts[PLAIN], texts[contestant.name], strict=True)
+            found = [verdict(target, p.ids, a, b, bool(options["do_sample"]), lossless) for p, a, b in pairs]
+            remarks = tuple(f"{p.name}: {said}" for p, (_, said) in zip(batch, found, strict=True) if said)
+            kinds = tuple(kind for kind, _ in found)
+            runs[contestant.name] = runs[contestant.name]._replace(verdicts=kinds, remarks=remarks)
+        yield list(runs.values())
+
+
+def rotated(contestants: Sequence[T], number: int) -> list[T]:
+    """The order for batch ``number``: each is the first one equally often."""
+    at = number % len(contestants)
+    return [*contestants[at:], *contestants[:at]]
+
+
+def verdict(
+    target: Any, prompt: Tensor, plain: Tensor, text: Tensor, sampled: bool, lossless: bool = True
+) -> tuple[str, str]:
+    """What ``text`` [b] is, compared with ``plain`` [a], both after ``prompt`` [P]: a kind, and where they part."""
+    if torch.equal(plain, text):
+        return EQUAL, ""
+    if not lossless:
+        return LOSSY, ""
+    if sampled:  # another stream of random numbers, or rounding that turned a draw: one text cannot tell
+        return DRAWS, ""
+    device = target.get_input_embeddings().weight.device
+    ids = [torch.cat([prompt, rest]).to(device) for rest in (plain, text)]
+    try:
+        found = first_difference(target, prompt.to(device), *ids)
+    except ValueError as error:  # one text goes on where the other has ended
+        return BUG, str(error)
+    assert found is not None
+    return TIE if found.near_tie else BUG, str(found)
+
+
+def left_padded(rows: Sequence[Tensor], pad: int) -> tuple[Tensor, Tensor]:
+    """Prompts [P] each -> ids and attention mask [B, P], padded on the left to the longest P."""
+    width = max(len(row) for row in rows)
+    ids = torch.stack([torch.cat([row.new_full((width - len(row),), pad), row]) for row in rows])
+    lengths = torch.tensor([len(row) for row in rows])
+    return ids, (torch.arange(width) >= width - lengths[:, None]).long()
+
+
+class _FirstToken:
+    """A streamer that notes when something came after the prompt."""
+
+    def __init__(self) -> None:
+        self.puts, self.at = 0, 0.0
+
+    def put(self, value: Tensor) -> None:
+        self.puts += 1
+        if self.puts == 2:
+            self.at = perf_counter()
+
+    def end(self) -> None:
+        pass
+
+
+def _decode(
+    target: Any, contestant: Contestant, batch: Sequence[Prompt], options: dict[str, Any], seed: int
+) -> tuple[Run, list[Tensor]]:
+    """One timed call, and the new tokens of each row, on the CPU, up to the row's first end token."""
+    padded = left_padded([prompt.ids for prompt in batch], options["pad_token_id"])
+    ids, mask = (t.to(target.get_input_embeddings().weight.device) for t in padded)
+    stream = _FirstToken()
+    torch.manual_seed(seed)
+    with _counted(target) as forwards:
+        began = perf_counter()
+        out = contestant.call(ids, attention_mask=mask, streamer=stream, **options).cpu()  # .cpu() waits for the device
+        seconds = perf_counter() - began
+    texts = [_own(row[ids.shape[1] :], target.generation_config.eos_token_id) for row in out]
+    report = None if contestant.fast is None else contestant.fast.report
+    run = Run(
+        batch=0,
+        contestant=contestant.name,
+        task=batch[0].task,
+        prompts=tuple(prompt.name for prompt in batch),
+        turn=0,
+        seconds=seconds,
+        first_token=stream.at - began,
+        tokens=sum(map(len, texts)),
+        # a forward of stock decoding gives every row that goes on a token or more
+        passes=sum(min(len(t), len(forwards)) for t in texts) if report is None else report.passes,
+        forwards=len(forwards),
+        looping=tuple(loops_at_end(text.tolist()) for text in texts),
+        split={} if report is None else dict(report.seconds),
+    )
+    return run, texts
+
+
+def _own(row: Tensor, ends: int | Sequence[int] | None) -> Tensor:
+    """New tokens [n] of a row of a batch, without those that only pad it."""
+    known = torch.tensor([] if ends is None else ends, dtype=row.dtype)
+    end = torch.isin(row, known).nonzero()
+    return row[: int(end[0]) + 1] if len(end) else row
+
+
+@contextmanager
+def _counted(target: Any) -> Iterator[list[None]]:
+    """A list that grows by one with every forward of ``target`` inside."""
+    forwards: list[None] = []
+    handle = target.register_forward_hook(lambda *_: forwards.append(None))
+    try:
+        yield forwards
+    finally:
+        handle.remove()
+
+
+def _by_task(prompts: Sequence[Prompt]) -> dict[str, list[Prompt]]:
+    return {task: [p for p in prompts if p.task == task] for task in dict.fromkeys(p.task for p in prompts)}
+
+
+def _dealt(piles: Sequence[Sequence[T]]) -> list[T]:
+    """The first of each pile, the second of each, and so on."""
+    return [pile[i] for i in range(max(map(len, piles), default=0)) for pile in piles if i < len(pile)]
