@@ -93,7 +93,7 @@ class TreeCache(Cache):
         """What plain ``generate`` would have returned: a DynamicCache of the kept tokens. Rows must be equally long."""
         assert self.level
         cache = DynamicCache(config=config)
-        for layer in range(self._layers):
+        for layer in sorted({layer for layer, _ in self._views}):  # layers that share another's keys hold none
             keys, values = (self._views[layer, side][:, :, : self.end].clone() for side in (0, 1))
             cache.update(keys, values, layer)
         return cache

@@ -30,7 +30,8 @@ def bare(model: Any) -> Any:
     model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper hands on ``generate`` of what is inside
     if not callable(getattr(model, "get_base_model", None)):
         return model
-    for name, config in model.peft_config.items():
+    for name in model.active_adapters:
+        config = model.peft_config[name]
         kind = str(getattr(config.peft_type, "value", config.peft_type))
         if config.is_prompt_learning:
             raise ValueError(_prompt_tuned(f"the adapter {name!r} is {kind}"))
@@ -46,7 +47,7 @@ def check_bound(model: Any, target: Any) -> None:
     """Raises ValueError where ``generate`` runs another ``model`` than the checked ``target``, or one changed since."""
     prepare = vars(model).get("prepare_inputs_for_generation")  # set by PEFT for the length of a call
     if getattr(prepare, "__self__", model) is not model:
-        raise ValueError(_prompt_tuned(f"this call comes from a {type(prepare.__self__).__name__}"))  # type: ignore[union-attr]
+        raise ValueError(_prompt_tuned(f"this call comes from a {type(prepare.__self__).__name__}"))
     if model is not bare(target):
         raise ValueError("this Speculator was made for another model object: make one for the model that decodes")
     found = _implementation(model)
@@ -87,19 +88,20 @@ def check_target(model: Any) -> list[str]:
     return _settle_attention(model, text)
 
 
-def check_length(model: Any, total: int) -> None:
-    """Raises ValueError where ``total`` tokens, prompt included, reach the length at which rotary frequencies change.
+def check_length(model: Any, total: int, nodes: int) -> None:
+    """Raises ValueError where ``total`` tokens, prompt included, or ``nodes`` more slots pass what a tree is exact in.
 
-    Rotary types "dynamic" and "longrope" choose them by the longest position of a whole forward, so a tree that reaches
-    past the limit would turn the tokens before it, and a long prompt would depend on how it is cut into forwards.
+    Rotary types "dynamic" and "longrope" choose frequencies by the longest position of a whole forward, so a tree that
+    reaches past the limit would turn the tokens before it, and a long prompt would depend on how it is cut into
+    forwards. A few families count slots from some length on, where siblings take one each.
     """
-    kind, limit = _changing_rope(model.config.get_text_config(decoder=True))
-    if limit is not None and total > limit:
-        raise ValueError(
-            f"{type(model).__name__} has rope_type {kind!r}, whose frequencies change at {limit} tokens: exact up to "
-            f"there, and prompt and new tokens together may be {total} here; ask for fewer (max_new_tokens), or decode "
-            "this text without speculation"
-        )
+    for limit, slots, why in _length_limits(model.config.get_text_config(decoder=True)):
+        if total + (nodes if slots else 0) > limit:
+            raise ValueError(
+                f"{type(model).__name__} {why} at {limit} tokens and is exact up to there; prompt and new tokens may "
+                f"be {total} here" + (f", with {nodes} nodes of a tree" if slots else "") + ": ask for fewer tokens "
+                "(max_new_tokens), or decode this text without speculation"
+            )
 
 
 def check_call(config: GenerationConfig, ids: Tensor, model_kwargs: dict[str, Any]) -> Cache | None:
@@ -129,9 +131,10 @@ def check_call(config: GenerationConfig, ids: Tensor, model_kwargs: dict[str, An
             f"a cache of {held} tokens with a prompt of {tuple(ids.shape)} (one row without padding, the whole text "
             "including what the cache holds, at least one token more)"
         )
-    refused += [
-        f"{k} (not understood by trees)" for k, v in model_kwargs.items() if k not in HARMLESS and v is not None
-    ]
+    for name, value in model_kwargs.items():
+        nothing = value is None or (isinstance(value, dict) and not value)  # of images, in a text to a model that sees
+        if name not in HARMLESS and not nothing:
+            refused.append(f"{name} (not understood by trees)")
     if refused:
         raise ValueError("not available with speculative decoding: " + "; ".join(refused))
     return cache if held else None
@@ -153,10 +156,10 @@ def left_aligned(ids: Tensor, mask: Tensor | None, positions: Tensor | None) -> 
             "attention_mask must be 0 on the left and 1 from the first token to the last one of every row; "
             "pad with padding_side='left'"
         )
-    if positions is not None and bool(
-        (positions.to(ids.device) != (mask.long().cumsum(1) - 1).clamp(min=0))[mask].any()
-    ):
-        raise ValueError("position_ids other than 0, 1, 2 ... per row are not available with speculative decoding")
+    if positions is not None:  # [B, P], or [axes, B, P] of a model that sees: in a text all axes are the same
+        given = positions.to(ids.device).expand(*positions.shape[:-2], *ids.shape).reshape(-1, *ids.shape)
+        if bool((given != mask.long().cumsum(1) - 1)[:, mask].any()):
+            raise ValueError("position_ids other than 0, 1, 2 ... per row are not available with speculative decoding")
     return ids.gather(1, (index + width - lengths[:, None]).clamp(max=width - 1)), lengths
 
 
@@ -196,20 +199,23 @@ def _check_windows(text: Any) -> None:
         raise ValueError(f"layers of kind {odd} have windows of several sizes; one size a kind is needed for a tree")
 
 
-def _changing_rope(text: Any) -> tuple[str, int | None]:
-    """The rotary type that changes with length and the tokens up to which it does not; ("", None) without one."""
+def _length_limits(text: Any) -> list[tuple[int, bool, str]]:
+    """(tokens up to which a tree is exact, whether slots of a tree count among them, what happens there)."""
+    found: list[tuple[int, bool, str]] = []
     rope = getattr(text, "rope_parameters", None) or {}
-    found: list[tuple[int, str]] = []
     for options in [rope, *(v for v in rope.values() if isinstance(v, dict))]:  # one set, or one a kind of layer
         kind = str(options.get("rope_type") or "")
-        stated = text.max_position_embeddings if "dynamic" in kind else None
+        limit = text.max_position_embeddings if "dynamic" in kind else None
         if kind == "longrope":
             own = getattr(text, "original_max_position_embeddings", None)
-            stated = options.get("original_max_position_embeddings") or own or text.max_position_embeddings
-        if stated is not None:
-            found.append((int(stated), kind))
-    limit, kind = min(found, default=(None, ""))
-    return kind, limit
+            limit = options.get("original_max_position_embeddings") or own or text.max_position_embeddings
+        if limit is not None:
+            found.append((int(limit), False, f"has rope_type {kind!r}, whose frequencies change"))
+    if text.model_type == "llama4_text" and text.attn_temperature_tuning:
+        found.append((int(text.floor_scale) - 1, True, "begins to scale its attention by slots"))
+    if text.model_type == "doge":
+        found.append((int(text.keep_window_size), True, "begins to choose among slots"))
+    return found
 
 
 def _settle_attention(model: Any, text: Any) -> list[str]:

@@ -131,7 +131,8 @@ def _key(model: Any, wants: tuple[int, ...]) -> Hashable:
 
 def _digest(model: nn.Module) -> str:
     """A few numbers of every parameter, with shapes, dtypes and devices: training and adapters change it."""
-    digest, parts = hashlib.sha256(), {}
+    digest = hashlib.sha256()
+    parts: dict[torch.device, list[Tensor]] = {}
     for name, p in model.named_parameters():
         digest.update(f"{name} {tuple(p.shape)} {p.dtype} {p.device}".encode())
         if not p.is_meta and p.numel():  # weights on disk are not read
@@ -146,5 +147,5 @@ def _sample(parameter: nn.Parameter) -> Tensor:
     try:
         flat = parameter.detach().flatten()
         return flat[torch.arange(8, device=flat.device) * (flat.numel() - 1) // 7].double()
-    except (RuntimeError, TypeError, NotImplementedError):
+    except (RuntimeError, TypeError, AttributeError):  # NotImplementedError is a RuntimeError
         return torch.zeros(0, dtype=torch.float64, device=parameter.device)

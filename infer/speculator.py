@@ -130,7 +130,7 @@ class Speculator:
         """What ``target.generate(custom_generate=self)`` calls: padded ids [B, P] -> ids [B, P + new]."""
         try:
             check_bound(model, self.target)
-            check_length(model, stopping_criteria.max_length or generation_config.max_length)
+            check_length(model, stopping_criteria.max_length or generation_config.max_length, self.nodes)
             known = check_call(generation_config, input_ids, model_kwargs)
             ids, lengths = left_aligned(input_ids, model_kwargs.get("attention_mask"), model_kwargs.get("position_ids"))
             device = home(model)

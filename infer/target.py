@@ -180,8 +180,8 @@ def tree_mask(
     """Additive float mask [B, 1, n, S]: 0 where a node may look, the dtype's minimum elsewhere.
 
     ``seen`` [B, n, m] which of the m tree nodes the last n of them see, ``depth`` [B, m], ``lengths`` [B] committed
-    tokens. A window compares *positions*: siblings stand in later slots than their depth; with ``chunks`` it is the size
-    of chunks the text is cut into. Never bool: eager attention adds a bool mask.
+    tokens. A window compares *positions*: siblings stand in later slots than their depth; with ``chunks`` it is the
+    size of chunks the text is cut into. Never bool: eager attention adds a bool mask.
     """
     batch, n, m = seen.shape
     slot = torch.arange(slots, device=seen.device)

@@ -415,7 +415,9 @@ def test_sources_and_targets_that_do_not_fit_are_refused() -> None:
     model = llama()
     with pytest.raises(ValueError, match="hidden_size"):
         Speculator(llama(hidden_size=32), SOURCES["medusa"](model))
-    with pytest.raises(ValueError, match=r"'prompt-lokup'; known are \['prompt-lookup', 'token-recycling'\]"):
+    with pytest.raises(
+        ValueError, match=r"'prompt-lokup'; known are \['lookahead', 'prompt-lookup', 'token-recycling'\]"
+    ):
         Speculator(model, "prompt-lokup")
     with pytest.raises(ValueError, match=r"unknown options \['widht'\]; known here are .*'width'"):
         Speculator(model, SOURCES["medusa"](model), widht=4)
