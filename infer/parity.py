@@ -78,7 +78,7 @@ class Ledger(NamedTuple):
 
 @torch.no_grad()
 def ledger(model: Any, text: Tensor, start: int, width: int = 8) -> Ledger:
-    """Compares one-token steps with passes of ``width`` rows at every position of text [P + T] from ``start`` = P on."""
+    """One-token steps against passes of ``width`` rows, at every position of text [P + T] from ``start`` = P on."""
     plain = model(input_ids=text[None, : start - 1], use_cache=True) if start > 1 else None
     cache = None if plain is None else plain.cache
     target = Target(model)

@@ -57,9 +57,11 @@ class Speculator:
         **options: Any,
     ) -> None:
         """``source`` heads in memory, a name in DRAFTERS, a draft model, any Source, or a list of them to merge.
-        ``nodes`` a pass verifies, root included; ``depth`` guesses on the longest path (None = all the source has); ``options`` are the
-        fields of HeadsSource or of the named source. Raises ValueError where target and source do not fit, before any
-        token."""
+
+        ``nodes`` a pass verifies, root included; ``depth`` guesses on the longest path (None = all the source has);
+        ``options`` are the fields of HeadsSource, DraftModel or the named source. Raises ValueError where target and
+        source do not fit, before any token.
+        """
         source = _source(source, options)
         if rule not in RULES:
             raise ValueError(f"unknown rule {rule!r}; known are {sorted(RULES)}")

@@ -82,7 +82,9 @@ class TableTarget:
     def verify(self, tree: DraftTree) -> Verified:
         self.forwards += 1
         paths = [below(*row) for row in zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True)]
-        return Verified(look_up(self.law, [[text + p for p in row] for text, row in zip(self.texts, paths)]), None)
+        return Verified(
+            look_up(self.law, [[text + p for p in row] for text, row in zip(self.texts, paths, strict=True)]), None
+        )
 
     def commit(self, path: Accepted) -> None:
         self.cache.lengths = self.cache.lengths + path.count
