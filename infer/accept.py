@@ -63,6 +63,50 @@ def match(tree: DraftTree, visit: Visit) -> Accepted:
     return _accepted(tree, nodes, tokens)
 
 
+class Walker(Protocol):
+    """What ``walk`` asks: laws and draws that need nothing from the host."""
+
+    def law_at(self, node: Tensor) -> Tensor:
+        """[B] nodes >= 0 -> [B, V] processed float32 scores."""
+
+    def draw_at(self, scores: Tensor) -> Tensor:
+        """[B, V] -> [B] tokens, a draw for every row; the generator is set back later to where ``match`` leaves it."""
+
+    def open_rows(self) -> tuple[Tensor, Tensor, Tensor]:
+        """[B] bool rows not finished, [B] tokens each still wants, [e] end tokens."""
+
+
+def walk(tree: DraftTree, visit: Walker, depth: int) -> Accepted:
+    """``match`` for a tree no deeper than ``depth``, without asking the host anything on the way.
+
+    It takes as many steps as the deepest path could, and drops what came after the end: on an accelerator that is
+    cheaper than a sync for each token. Needs processors that look at the scores alone, and no stop but end tokens and
+    the number of tokens.
+    """
+    alive, wanted, ends = visit.open_rows()
+    node = torch.zeros_like(tree.tokens[:, 0])
+    nodes, tokens = [], []
+    for i in range(depth + 1):
+        token = visit.draw_at(visit.law_at(node))
+        nodes.append(torch.where(alive, node, -1))
+        tokens.append(torch.where(alive, token, -1))
+        child = _child(tree, node, token)
+        alive = alive & (child >= 0) & (i + 1 < wanted) & ~torch.isin(token, ends)
+        node = child.clamp(min=0)
+    return _accepted(tree, nodes, tokens)
+
+
+def on_host(tree: DraftTree) -> DraftTree:
+    """Structure and tokens on the CPU, read at once; laws stay where they are."""
+    if tree.tokens.device.type == "cpu":
+        return tree
+    drawn = torch.full_like(tree.parents, -1) if tree.drawn is None else tree.drawn
+    tokens, parents, valid, drawn = torch.stack([tree.tokens, tree.parents, tree.valid.long(), drawn]).cpu()
+    return tree._replace(
+        tokens=tokens, parents=parents, valid=valid.bool(), logq=None, drawn=None if tree.drawn is None else drawn
+    )
+
+
 def mixed(tree: DraftTree, visit: Visit) -> Accepted:
     """Rejection sampling where a node has chosen children D and one drawn from q, the draft's law outside D.
 

@@ -24,13 +24,15 @@ class TreeCache(Cache):
     for all layers. Every layer keeps its full length, also sliding-window ones: the window lives in the mask.
     """
 
-    def __init__(self, rows: int, layers: int, room: int, device: torch.device) -> None:
-        """``rows`` B, ``layers`` of the model, ``room`` tokens a row to begin with; grows by doubling."""
+    def __init__(self, rows: int, layers: int, room: int, device: torch.device, fixed: bool = False) -> None:
+        """``rows`` B, ``layers`` of the model, ``room`` tokens a row to begin with; grows by doubling. ``fixed`` keeps
+        all of the capacity in view and every place a tensor, so that a compiled forward sees one shape."""
         super().__init__(layers=[])
         self.lengths = torch.zeros(rows, dtype=torch.int64, device=device)  # [B] tokens kept
-        self.end = 0  # the longest row, known on the host
+        self.kept = [0] * rows  # the same, known on the host
+        self.end = 0  # the longest row
         self.level = True  # all rows are equally long
-        self._layers = layers
+        self._layers, self._fixed = layers, fixed
         self._capacity = _rounded(room)
         self._views: dict[tuple[int, int], Tensor] = {}  # (layer, 0 keys | 1 values) -> [B, heads, L, dim]
         self._blocks: dict[Any, Tensor] = {}  # (device, dtype, heads, dim) -> [tensors, B, heads, L, dim]
@@ -46,8 +48,8 @@ class TreeCache(Cache):
         self._start = self.end + held
         self._reserve(self._start + width)
         fresh = torch.arange(held, held + width, device=self.lengths.device)
-        self._slots = None if self.level else self.lengths[:, None] + fresh
-        return self._start + width
+        self._slots = None if self.level and not self._fixed else self.lengths[:, None] + fresh
+        return self._capacity if self._fixed else self._start + width
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -57,15 +59,18 @@ class TreeCache(Cache):
             self._allocate(layer_idx, key_states, value_states)
         return self._write((layer_idx, 0), key_states), self._write((layer_idx, 1), value_states)
 
-    def advance(self, count: Tensor) -> None:
+    def advance(self, count: list[int]) -> None:
         """Keeps the first ``count`` [B] of the freshly written slots of each row."""
-        self.lengths = self.lengths + count
-        lengths = self.lengths.tolist()
-        self.end, self.level = max(lengths), len(set(lengths)) == 1
+        self.kept = [n + more for n, more in zip(self.kept, count, strict=True)]
+        self.lengths = torch.tensor(self.kept, device=self.lengths.device)
+        self.end, self.level = max(self.kept), len(set(self.kept)) == 1
 
     def commit(self, path: Accepted) -> None:
-        """Moves the accepted path's slots into place and drops the rest: one gather and one copy a block and row."""
-        moving = path.nodes[:, 1:]  # [B, k - 1]; the root already stands where it belongs
+        """Moves the accepted path's slots into place and drops the rest: one gather and one copy a block and row.
+
+        ``path`` stands on the CPU: nothing is read back from the device.
+        """
+        moving = path.nodes[:, 1:].to(self.lengths.device)  # [B, k - 1]; the root already stands where it belongs
         if moving.shape[1]:
             place = self.lengths[:, None] + torch.arange(1, path.nodes.shape[1], device=moving.device)
             source = torch.where(moving >= 0, self.lengths[:, None] + moving, place)  # padding moves onto itself
@@ -73,7 +78,7 @@ class TreeCache(Cache):
                 here, there = source.to(block.device), place.to(block.device)
                 for row in range(block.shape[1]):
                     block[:, row].index_copy_(2, there[row], block[:, row].index_select(2, here[row]))
-        self.advance(path.count)
+        self.advance(path.count.tolist())
 
     def load(self, known: Cache) -> None:
         """Copies in what a stock cache holds of every row; begins empty. Raises ValueError for a partial cache."""
@@ -87,7 +92,7 @@ class TreeCache(Cache):
         self.begin(length)
         for index, (keys, values) in enumerate(layers):
             self.update(keys[..., :length, :], values[..., :length, :], index)
-        self.advance(torch.full_like(self.lengths, length))
+        self.advance([length] * len(self.kept))
 
     def stock(self, config: Any) -> DynamicCache:
         """What plain ``generate`` would have returned: a DynamicCache of the kept tokens. Rows must be equally long."""
@@ -109,6 +114,8 @@ class TreeCache(Cache):
         else:
             slots = self._slots.to(view.device)[:, None, :, None]
             view.scatter_(2, slots.expand(-1, fresh.shape[1], -1, fresh.shape[3]), fresh)
+        if self._fixed:
+            return view
         return view[:, :, : self._start + width]
 
     def _allocate(self, layer: int, keys: Tensor, values: Tensor) -> None:

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from headstart.infer.accept import Accepted, Rule
+from headstart.infer.accept import Accepted, Rule, on_host, walk
 from headstart.infer.drafter import Drafter
 from headstart.infer.grow import Budget
 from headstart.infer.report import Clock, Report
 from headstart.infer.target import Seen, Target, Verified
-from headstart.infer.tree import DraftTree, depths, pruned
+from headstart.infer.tree import DraftTree, depths, pruned, siblings_before
 from headstart.infer.visit import Emission
 
 
@@ -41,11 +41,13 @@ def decode(
     lengths: Tensor,
     limits: Limits,
     known: Cache | None = None,
+    walking: bool = False,
 ) -> Report:
     """Emits tokens through ``visit`` until every row has stopped.
 
     ``ids`` [B, P] left-aligned prompts and ``lengths`` [B] their true lengths; ``known`` a stock cache of their first
-    tokens. Returns the counts of the call.
+    tokens; ``walking`` accepts on the device by ``walk``, which stands for the rule "match" (see ``Emission.walks``).
+    Returns the counts of the call.
     """
     report = Report()
     clock = Clock(report)
@@ -64,23 +66,50 @@ def decode(
         clock.lap("verify")
 
         visit.open(tree, verified)
-        accepted = rule(tree, visit)
-        target.commit(accepted)
-        _count(report, tree, accepted, visit)
-        clock.lap("other")
+        if walking:
+            step = _read(tree, walk(tree, visit, budget.depth))  # the one sync of a step
+            visit.settle(step.accepted)
+        else:
+            tree = on_host(tree)  # rules decide node by node: one sync here, and one for each draw
+            step = _read(tree, rule(tree, visit))
+        target.commit(step.accepted)
+        _count(report, step, visit)
+        clock.lap("accept")
 
-        drafter.observe(_seen(tree, verified, accepted))
+        drafter.observe(_seen(tree, verified, step.accepted))
         clock.lap("draft")
 
-    report.forwards = target.forwards
+    report.forwards, report.syncs = target.forwards, visit.reads + report.steps
     report.tokens -= visit.overshoot()
     return report
 
 
+class Step(NamedTuple):
+    """What a pass came to, all of it on the CPU."""
+
+    accepted: Accepted
+    ranks: Tensor  # [B, k] places of the accepted guesses among their siblings
+    offered: Tensor  # [B] depth of the tree
+    nodes: Tensor  # [B] nodes that were verified, root included
+
+
+def _read(tree: DraftTree, accepted: Accepted) -> Step:
+    """Reads everything about a pass from the device at once."""
+    offered = torch.where(tree.valid, depths(tree.parents), 0).amax(1)
+    ranks = siblings_before(tree, accepted.nodes)
+    parts = [accepted.nodes, accepted.tokens, ranks, torch.stack([accepted.count, offered, tree.valid.sum(1)], 1)]
+    k = accepted.nodes.shape[1]
+    read = torch.cat(parts, 1).cpu()
+    nodes, tokens, ranks = read[:, :k], read[:, k : 2 * k], read[:, 2 * k : 3 * k]
+    return Step(Accepted(nodes, tokens, read[:, -3]), ranks, read[:, -2], read[:, -1])
+
+
 def _budget(wanted: list[int], target: Target, limits: Limits) -> Budget:
     """Guesses each row may use: one less than the tokens it wants (the last is a bonus), within the positions left."""
-    cached = target.cache.lengths.tolist()  # = the root's position
-    room = [max(0, min(w - 1, limits.positions - 1 - at)) for w, at in zip(wanted, cached, strict=True)]
+    room = [
+        max(0, min(w - 1, limits.positions - 1 - at))  # `at` tokens are cached, so the root stands there
+        for w, at in zip(wanted, target.cache.kept, strict=True)
+    ]
     return Budget(limits.nodes, min(limits.depth, max(room)), torch.tensor(room, device=target.cache.lengths.device))
 
 
@@ -93,10 +122,11 @@ def _seen(tree: DraftTree, verified: Verified, accepted: Accepted) -> Seen:
     return Seen(accepted.tokens.clamp(min=0), accepted.count, features, tree, verified)
 
 
-def _count(report: Report, tree: DraftTree, accepted: Accepted, visit: Emission) -> None:
+def _count(report: Report, step: Step, visit: Emission) -> None:
     """Adds one pass for every row that took part."""
-    offered = torch.where(tree.valid, depths(tree.parents), 0).amax(1).tolist()
+    report.steps += 1
     going = visit.wanted()
-    for row, count in enumerate(accepted.count.tolist()):
+    lists = (step.accepted.count.tolist(), step.offered.tolist(), step.nodes.tolist(), step.ranks.tolist())
+    for row, (count, offered, nodes, ranks) in enumerate(zip(*lists, strict=True)):
         if count:
-            report.add(count - 1, offered[row], stopped=not going[row])
+            report.add(count - 1, offered, stopped=not going[row], row=row, nodes=nodes, ranks=ranks[1:count])

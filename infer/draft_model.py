@@ -115,8 +115,8 @@ class ModelDrafter:
         logits = self._draft.verify(DraftTree(tokens, parents, index < count[:, None])).logits
         last = (count - 1).clamp(min=0)
         self._laws = logits[torch.arange(len(last), device=logits.device), last.to(logits.device)][:, None]
-        self._draft.cache.advance(count)
-        self._lengths = [n + len(row) for n, row in zip(self._lengths, self._fresh, strict=True)]
+        self._draft.cache.advance([len(row) for row in self._fresh])
+        self._lengths = self._draft.cache.kept
         self._fresh = [[] for _ in self._fresh]
         self._seen, self._depth, self._frontier = None, [], None
 

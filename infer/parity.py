@@ -98,5 +98,5 @@ def ledger(model: Any, text: Tensor, start: int, width: int = 8) -> Ledger:
             ours, theirs = int(wide.argmax()), int(step.argmax())
             if ours != theirs:
                 flips, margin = flips + 1, max(margin, float(step[theirs] - step[ours]))
-        target.cache.advance(torch.tensor([rows.shape[1]], device=text.device))
+        target.cache.advance([rows.shape[1]])
     return Ledger(len(places), flips, noise, margin, variation)

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
+from typing import Any
+
+PARTS = ("prefill", "draft", "verify", "accept", "other")  # of a call's time
 
 
 @dataclass
@@ -17,10 +22,17 @@ class Report:
     passes: int = 0  # verifying forwards, counted once per row that was not finished
     forwards: int = 0  # forwards of the target, prefill included
     prefill_forwards: int = 0
+    steps: int = 0  # verifying forwards, whatever the number of rows
+    nodes: int = 0  # verified, all passes, roots included
+    syncs: int = 0  # times the host waited for the device's answer while decoding; on a CPU they cost nothing
+    dtype: str = ""
+    attention: str = ""
     rounds: list[tuple[int, int]] = field(default_factory=list)  # per pass: guesses accepted, guesses on offer in depth
-    seconds: dict[str, float] = field(
-        default_factory=lambda: dict.fromkeys(("prefill", "draft", "verify", "other"), 0.0)
-    )
+    row_of: list[int] = field(default_factory=list)  # per pass: the row
+    ranks: Counter[tuple[int, int]] = field(
+        default_factory=Counter
+    )  # (depth, place among siblings) of accepted guesses
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -53,11 +65,42 @@ class Report:
         """Accepted guesses per pass, the bonus token not counted."""
         return sum(a for a, _ in self.rounds) / len(self.rounds) if self.rounds else 0.0
 
-    def add(self, accepted: int, offered: int, stopped: bool) -> None:
-        """One pass of one row. A stop cuts what was on offer: nobody knows what would have become of the rest."""
+    @property
+    def accepted_by_rank(self) -> list[list[float]]:
+        """Per depth: which share of all passes accepted the first, second ... child on offer there."""
+        deepest = max((depth for depth, _ in self.ranks), default=0)
+        widest = [max((r for d, r in self.ranks if d == depth), default=-1) for depth in range(1, deepest + 1)]
+        return [[self.ranks[d, r] / self.passes for r in range(most + 1)] for d, most in enumerate(widest, 1)]
+
+    @property
+    def by_row(self) -> list[dict[str, float]]:
+        """Of each row of the batch: tokens, passes, tokens per pass."""
+        rows: list[dict[str, float]] = []
+        for row in range(max(self.row_of, default=-1) + 1):
+            own = [accepted + 1 for (accepted, _), of in zip(self.rounds, self.row_of, strict=True) if of == row]
+            rows.append({"tokens": sum(own), "passes": len(own), "tokens_per_pass": sum(own) / max(len(own), 1)})
+        return rows
+
+    def add(
+        self, accepted: int, offered: int, stopped: bool, *, row: int = 0, nodes: int = 1, ranks: Sequence[int] = ()
+    ) -> None:
+        """One pass of one row, with the places of its accepted guesses among their siblings.
+
+        A stop cuts what was on offer: nobody knows what would have become of the rest.
+        """
         self.passes += 1
         self.tokens += accepted + 1
+        self.nodes += nodes
         self.rounds.append((accepted, accepted if stopped else offered))
+        self.row_of.append(row)
+        self.ranks.update(enumerate(ranks, 1))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain numbers, strings and lists: for JSON, logs and tables."""
+        names = ("drafter", "rule", "lossless", "dtype", "attention", "tokens", "passes", "steps", "tokens_per_pass")
+        more = ("forwards", "prefill_forwards", "nodes", "syncs", "mean_accepted", "accepted_by_depth")
+        last = ("accepted_given_parent", "accepted_by_rank", "tokens_per_second", "by_row", "notes")
+        return {name: getattr(self, name) for name in (*names, *more, *last)} | {"seconds": dict(self.seconds)}
 
     def _deepest(self) -> int:
         return max((offered for _, offered in self.rounds), default=0)

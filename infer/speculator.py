@@ -54,13 +54,17 @@ class Speculator:
         rule: str = "match",
         nodes: int = 16,
         depth: int | None = None,
+        walk: bool | None = None,
+        compile: bool | str = False,
         **options: Any,
     ) -> None:
         """``source`` heads in memory, a name in DRAFTERS, a draft model, any Source, or a list of them to merge.
 
         ``nodes`` a pass verifies, root included; ``depth`` guesses on the longest path (None = all the source has);
-        ``options`` are the fields of HeadsSource, DraftModel or the named source. Raises ValueError where target and
-        source do not fit, before any token.
+        ``walk`` accepts without a sync for each token where that is exact (None = on an accelerator); ``compile`` runs
+        the verify pass through torch.compile (True, or the name of a backend); ``options`` are the fields of
+        HeadsSource, DraftModel or the named source. Raises ValueError where target and source do not fit, before any
+        token.
         """
         source = _source(source, options)
         if rule not in RULES:
@@ -68,7 +72,7 @@ class Speculator:
         if nodes < 1 or (depth is not None and depth < 0):
             raise ValueError(f"nodes must be at least 1 and depth at least 0; got nodes={nodes}, depth={depth}")
         model = bare(target)
-        self.target, self.source, self.rule = target, source, rule
+        self.target, self.source, self.rule, self.walk = target, source, rule, walk
         self.notes = [*check_target(model), *source.check(model)]
         check_model(model, source.wants)
         most = source.depth
@@ -78,6 +82,7 @@ class Speculator:
         shape = getattr(source, "shape", None)
         if shape is not None and len(shape.parents) > nodes:
             raise ValueError(f"the shape has {len(shape.parents)} nodes, nodes={nodes} allows fewer")
+        self._compiled = torch.compile(model, backend=_backend(compile), dynamic=False) if compile else None
         self.report = Report()
         for note in self.notes:
             logger.warning(note)
@@ -144,9 +149,12 @@ class Speculator:
             limits = Limits(self.nodes, self.depth, getattr(text, "max_position_embeddings", None) or 1 << 60)
             ends = torch.tensor(sorted(visit.ends), dtype=torch.int64, device=device)
             drafter = self.source.drafter(model, ends, _sampling(logits_processor) if name == "rejection" else None)
-            target = Target(model, drafter.wants)
-            report = decode(target, drafter, rule, visit, ids.to(device), lengths.to(device), limits, known)
+            target = self._bound(model, drafter.wants, visit)
+            walking = rule is match and visit.walks and (device.type != "cpu" if self.walk is None else self.walk)
+            prompt = (ids.to(device), lengths.to(device))
+            report = decode(target, drafter, rule, visit, *prompt, limits, known, walking)
             report.drafter, report.rule, report.lossless = self.source.name, name, name not in LOSSY
+            report.dtype, report.attention = str(compute_dtype(model)).removeprefix("torch."), text._attn_implementation
             report.notes = list(self.notes)
             self.report = report
             return _output(visit, target, generation_config)
@@ -164,6 +172,13 @@ class Speculator:
                 raise ValueError(f"{kept} are not available with rule {name!r} here: use rule='match'")
         return name, rule
 
+    def _bound(self, model: Any, wants: tuple[int, ...], visit: Emission) -> Target:
+        """The target of one call; a compiled one sees trees of one size and a cache that never grows."""
+        if self._compiled is None:
+            return Target(model, wants)
+        room = visit.max_length + self.nodes
+        return Target(model, wants, room=room, compiled=self._compiled, nodes=self.nodes)
+
     def _emission(
         self, ids: Tensor, processors: Any, criteria: Any, config: GenerationConfig, sink: Any, rule: Rule
     ) -> Emission:
@@ -179,6 +194,15 @@ class Speculator:
             in_order=rule is match,
             record=bool(config.return_dict_in_generate and (config.output_scores or config.output_logits)),
         )
+
+
+def _backend(compile: bool | str) -> str:
+    """The backend's name; raises ValueError naming the known ones."""
+    name = "inductor" if compile is True else str(compile)
+    known = torch.compiler.list_backends(exclude_tags=())
+    if name not in known:
+        raise ValueError(f"unknown torch.compile backend {name!r}; known are {known}")
+    return name
 
 
 def _sampling(processors: Sequence[Any]) -> Sampling:

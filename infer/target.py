@@ -5,7 +5,7 @@ Legend: B rows, P prompt, n tree nodes, k tokens of a chunk or path, S cache slo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache
 
 from headstart.infer.accept import Accepted
 from headstart.infer.cache import TreeCache
-from headstart.infer.tree import DraftTree, depths, visible
+from headstart.infer.tree import DraftTree, depths, filled, visible
 
 PREFILL_CHUNK = 1024  # tokens a row per prefill forward: bounds the [k, S] mask
 
@@ -39,8 +39,18 @@ class Seen(NamedTuple):
 class Target:
     """One generation's view of a model: its cache, and the features (hidden_states indices) the drafter wants."""
 
-    def __init__(self, model: Any, wants: tuple[int, ...] = (), room: int = 0) -> None:
+    def __init__(
+        self,
+        model: Any,
+        wants: tuple[int, ...] = (),
+        room: int = 0,
+        compiled: Callable[..., Any] | None = None,
+        nodes: int = 0,
+    ) -> None:
+        """``room`` tokens a row the cache begins with; ``compiled`` the same model for verifying, whose trees are all
+        filled up to ``nodes``: with it the room must be enough for the whole text and a tree."""
         self.model = model
+        self._compiled, self._nodes = compiled, nodes
         self.wants = wants
         self.forwards = 0
         self._room = room
@@ -60,27 +70,32 @@ class Target:
         a stock cache of the first tokens of every row: it is copied in, and those tokens are not run again.
         """
         rows, width = ids.shape
-        self.cache = TreeCache(rows, self._layers, max(width, self._room), self._device)
-        ids, wanted = ids.to(self._device), (lengths - 1).to(self._device)
+        fixed = self._compiled is not None
+        self.cache = TreeCache(rows, self._layers, max(width, self._room), self._device, fixed)
+        ids, wanted = ids.to(self._device), (lengths - 1).tolist()
         chunk = chunk or PREFILL_CHUNK
         if known is not None:
             self.cache.load(known)
         for begin in range(self.cache.end, width - 1, chunk):
             size = min(chunk, width - 1 - begin)
-            count = (wanted - begin).clamp(min=0, max=size)
+            kept = [min(max(n - begin, 0), size) for n in wanted]
+            count = torch.tensor(kept, device=self._device)
             fresh = torch.arange(size, device=self._device)
             parents = (fresh - 1).expand(rows, -1)
             chain = DraftTree(ids[:, begin : begin + size], parents, fresh < count[:, None])
             causal = fresh[:, None] >= fresh
             out = self._forward(chain, causal.expand(rows, -1, -1), fresh.expand(rows, -1), keep=1)
-            self.cache.advance(count)
+            self.cache.advance(kept)
             yield Seen(ids[:, begin + 1 : begin + 1 + size], count, self._features(out))
 
     def verify(self, tree: DraftTree) -> Verified:
         """ONE forward over all nodes, each at its row's own offset and seeing its own ancestors only."""
+        n = tree.tokens.shape[1]
+        tree = filled(tree, self._nodes) if self._compiled is not None else tree
         depth = torch.where(tree.valid, depths(tree.parents), 0)
-        out = self._forward(tree, visible(tree), depth, keep=0)
-        return Verified(out.logits, self._features(out))
+        out = self._forward(tree, visible(tree), depth, keep=0, model=self._compiled)
+        features = self._features(out)
+        return Verified(out.logits[:, :n], None if features is None else features[:, :n])
 
     def extend(self, tokens: Tensor, seen: Tensor, depth: Tensor) -> Tensor:
         """Logits [B, w, V] of one level more of a tree that grows: nothing of it is kept afterwards.
@@ -96,7 +111,7 @@ class Target:
         """Accepted keys and values move into place, lengths grow by ``path.count`` [B]; nothing is recomputed."""
         self.cache.commit(path)
 
-    def _forward(self, tree: DraftTree, seen: Tensor, depth: Tensor, keep: int) -> Any:
+    def _forward(self, tree: DraftTree, seen: Tensor, depth: Tensor, keep: int, model: Any = None) -> Any:
         """Tokens [B, n] with visibility [B, n, m] and depth [B, m] past each row's end -> model output.
 
         m > n where the first m - n nodes were written by the forwards before.
@@ -111,7 +126,8 @@ class Target:
         if len(mask) == 1:
             mask = next(iter(mask.values()))
         self.forwards += 1
-        return self.model(
+        run = self.model if model is None else model
+        return run(
             input_ids=tree.tokens,
             attention_mask=mask,
             position_ids=lengths[:, None] + depth[:, -width:],

@@ -77,6 +77,26 @@ def pruned(tree: DraftTree, room: Tensor, vocab_size: int) -> DraftTree:
     return tree._replace(tokens=torch.where(valid, tree.tokens, 0), parents=parents, valid=valid)
 
 
+def filled(tree: DraftTree, nodes: int) -> DraftTree:
+    """The tree with padding behind it up to ``nodes``, where it has fewer: one width for a compiled forward."""
+    short = nodes - tree.tokens.shape[1]
+    if short <= 0:
+        return tree
+    tokens, parents, valid = (
+        torch.nn.functional.pad(x, (0, short), value=v)
+        for x, v in ((tree.tokens, 0), (tree.parents, -1), (tree.valid, False))
+    )
+    return DraftTree(tokens, parents, valid)
+
+
+def siblings_before(tree: DraftTree, nodes: Tensor) -> Tensor:
+    """[B, k] nodes -> [B, k] their rank: how many valid children of the same parent stand before each; 0 for -1."""
+    parent = tree.parents.gather(1, nodes.clamp(min=0))
+    index = torch.arange(tree.tokens.shape[1], device=nodes.device)
+    before = tree.valid[:, None] & (tree.parents[:, None] == parent[:, :, None]) & (index < nodes[:, :, None])
+    return (before & (parent >= 0)[:, :, None]).sum(2)
+
+
 def path_to(parents: Tensor, node: Tensor, length: int) -> Tensor:
     """Path from the root to ``node`` [B] -> [B, length] node indices, -1 padded on the right."""
     steps = [node]

@@ -16,6 +16,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaL
 from transformers.generation import logits_process as processors_of
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
+from headstart.infer.accept import Accepted
 from headstart.infer.target import Verified
 from headstart.infer.tree import DraftTree
 
@@ -100,6 +101,8 @@ class Emission:
         self._tree: DraftTree | None = None
         self._base: list[int] = []  # lengths when the step began
         self._streamed = self.start
+        self._states: list[Tensor] = []  # of the generator, after each draw of a walk
+        self.reads = 0  # times the host waited for the device, but for what the loop itself reads
         self._record = record
         self.scores: tuple[Tensor, ...] = ()  # processed, [1, V] a token
         self.logits: tuple[Tensor, ...] = ()  # as the target gave them, float32
@@ -130,6 +133,42 @@ class Emission:
             return scores
         return scores.new_zeros(self.rows, scores.shape[1]).index_copy_(0, rows.to(device), scores)  # [B, V]
 
+    @property
+    def walks(self) -> bool:
+        """Whether ``walk`` may accept: processors see scores only, nothing but end tokens and length stops a row."""
+        return self._tensor_only and not self._criteria and not self._record
+
+    def open_rows(self) -> tuple[Tensor, Tensor, Tensor]:
+        """[B] bool rows not finished, [B] tokens each still wants, [e] end tokens; all on the target's device."""
+        assert self._verified is not None
+        device, wanted = self._verified.logits.device, torch.tensor(self.wanted())
+        return (wanted > 0).to(device), wanted.to(device), torch.tensor(sorted(self.ends), device=device)
+
+    def law_at(self, node: Tensor) -> Tensor:
+        """[B] nodes -> [B, V] processed scores, all rows, nothing read back; for processors that see scores only."""
+        assert self._verified is not None
+        logits = self._verified.logits
+        raw = logits[torch.arange(self.rows, device=logits.device), node.to(logits.device)].to(torch.float32)
+        scores: Tensor = self._processors[0](self.ids[:, : self.start], raw)
+        return scores
+
+    def draw_at(self, scores: Tensor) -> Tensor:
+        """[B, V] -> [B], a draw for every row; remembers where the generator stands after each."""
+        if not self.do_sample:
+            return scores.argmax(-1)
+        drawn = torch.multinomial(torch.softmax(scores, dim=-1), num_samples=1).squeeze(1)
+        self._states.append(_generator_state(scores.device))
+        return drawn
+
+    def settle(self, accepted: Accepted) -> None:
+        """Emits what ``walk`` accepted, on the CPU, and sets the generator back to its last draw that counted."""
+        for column in accepted.tokens.T:
+            self.emit(column)
+        if self.do_sample:
+            assert self._verified is not None
+            _set_generator_state(self._verified.logits.device, self._states[int(accepted.count.max()) - 1])
+        self._states = []
+
     def _prefix(self, row: int, node: int) -> Tensor:
         """The row's text down to ``node`` [1, P + ...]; guesses are written where they will stand if they are kept."""
         assert self._tree is not None
@@ -145,6 +184,7 @@ class Emission:
     def draw(self, scores: Tensor, wanted: Tensor) -> Tensor:
         """[B, V] -> [B]: argmax, or one multinomial draw a row of ``wanted`` from the softmax, exactly as
         ``generate``."""
+        self.reads += 1
         if not self.do_sample:
             return scores.argmax(-1)
         rows = wanted.nonzero()[:, 0].to(scores.device)
@@ -153,6 +193,7 @@ class Emission:
 
     def coin(self, p: Tensor) -> Tensor:
         """[B] chances -> [B] bool, from the global generator on the ids' device."""
+        self.reads += 1
         return torch.rand(p.shape, device=self.ids.device) < p.to(self.ids.device)
 
     def emit(self, token: Tensor) -> Tensor:
@@ -195,6 +236,7 @@ class Emission:
 
     def _stops(self, row: int, value: int) -> bool:
         ids, scores = self.ids[row : row + 1, : self.length[row]], self.scores if self._record else None
+        self.reads += len(self._criteria)
         held = [bool(torch.as_tensor(criterion(ids, scores)).all()) for criterion in self._criteria]  # each is asked
         return value in self.ends or self.length[row] >= self.max_length or any(held)
 
@@ -224,3 +266,15 @@ class Emission:
         while self._streamed < ready:
             self.sink.put(self.ids[:, self._streamed].cpu())
             self._streamed += 1
+
+
+def _generator_state(device: torch.device) -> Tensor:
+    """Of the global generator that draws on ``device``; kept on the host, so no sync."""
+    return torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
+
+
+def _set_generator_state(device: torch.device, state: Tensor) -> None:
+    if device.type == "cpu":
+        torch.set_rng_state(state)
+    else:
+        torch.get_device_module(device).set_rng_state(state, device)

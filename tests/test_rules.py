@@ -74,7 +74,7 @@ class TableTarget:
     def __init__(self, law: Callable[[Prefix], Tensor], rows: int = 1) -> None:
         self.law, self.forwards, self.vocab_size = law, 0, len(law(()))
         self.texts: list[Prefix] = [() for _ in range(rows)]  # without the prompt's one token
-        self.cache = SimpleNamespace(lengths=torch.zeros(rows, dtype=torch.int64))
+        self.cache = SimpleNamespace(lengths=torch.zeros(rows, dtype=torch.int64), kept=[0] * rows)
 
     def prefill(self, ids: Tensor, lengths: Tensor, known: Any = None) -> Iterator[Any]:
         return iter(())
@@ -87,8 +87,8 @@ class TableTarget:
         )
 
     def commit(self, path: Accepted) -> None:
-        self.cache.lengths = self.cache.lengths + path.count
         for row, count in enumerate(path.count.tolist()):
+            self.cache.kept[row] += count
             self.texts[row] += tuple(path.tokens[row, :count].tolist())
 
 
