@@ -59,6 +59,16 @@ def _row_of(processor: Any, row: int) -> Any:
     return view
 
 
+def _criterion_of(criterion: Any, row: int, rows: int) -> Any:
+    """A criterion as one row sees it; lm-eval's remembers in a list which rows of the batch are done."""
+    tracker = getattr(criterion, "done_tracker", None)
+    if rows == 1 or not isinstance(tracker, list) or len(tracker) != rows:
+        return criterion
+    view = copy.copy(criterion)
+    view.done_tracker = tracker[row : row + 1]
+    return view
+
+
 class Emission:
     """The Visit of one call: every emitted token goes through ``law``, ``draw`` and ``emit``, as in ``generate``."""
 
@@ -94,7 +104,8 @@ class Emission:
         self._stopped: list[int | None] = [None] * self.rows  # length at which a criterion first held
         self.ends = {i for c in criteria if type(c) is EosTokenCriteria for i in c.eos_token_id.tolist()}
         self._pads = any(hasattr(c, "eos_token_id") for c in criteria)  # generate pads finished rows only then
-        self._criteria = [c for c in criteria if type(c) not in (EosTokenCriteria, MaxLengthCriteria)]
+        own = [c for c in criteria if type(c) not in (EosTokenCriteria, MaxLengthCriteria)]
+        self._criteria = [[_criterion_of(c, row, self.rows) for c in own] for row in range(self.rows)]
         self._tensor_only = all(type(p) in TENSOR_ONLY for p in processors)
         self._processors: list[Any] = [row_view(processors, row, self.rows) for row in range(self.rows)]
         self._verified: Verified | None = None
@@ -136,7 +147,7 @@ class Emission:
     @property
     def walks(self) -> bool:
         """Whether ``walk`` may accept: processors see scores only, nothing but end tokens and length stops a row."""
-        return self._tensor_only and not self._criteria and not self._record
+        return self._tensor_only and not any(self._criteria) and not self._record
 
     def open_rows(self) -> tuple[Tensor, Tensor, Tensor]:
         """[B] bool rows not finished, [B] tokens each still wants, [e] end tokens; all on the target's device."""
@@ -236,8 +247,8 @@ class Emission:
 
     def _stops(self, row: int, value: int) -> bool:
         ids, scores = self.ids[row : row + 1, : self.length[row]], self.scores if self._record else None
-        self.reads += len(self._criteria)
-        held = [bool(torch.as_tensor(criterion(ids, scores)).all()) for criterion in self._criteria]  # each is asked
+        self.reads += len(self._criteria[row])
+        held = [bool(torch.as_tensor(c(ids, scores)).all()) for c in self._criteria[row]]  # each is asked
         return value in self.ends or self.length[row] >= self.max_length or any(held)
 
     def _going(self) -> list[bool]:

@@ -36,7 +36,8 @@ def generate(
     target: Annotated[str, typer.Option(help="smollm2 (embedded), a Hub id or a model folder.")] = "smollm2",
     heads: Annotated[str | None, typer.Option(help="Folder or Hub id of the heads.")] = None,
     drafter: Annotated[
-        str | None, typer.Option(help="prompt-lookup or token-recycling: instead of heads, or merged with them.")
+        str | None,
+        typer.Option(help="prompt-lookup, token-recycling or lookahead: instead of heads, or merged with them."),
     ] = None,
     prompts: Annotated[Path | None, typer.Option(help="JSON Lines file of prompts, instead of arguments.")] = None,
     compare: Annotated[bool, typer.Option(help="Run plain decoding beside it, both warm, in turn.")] = False,
@@ -45,6 +46,9 @@ def generate(
     seed: Annotated[int, typer.Option(help="Of the samples; both ways draw the same.")] = 0,
     nodes: Annotated[int, typer.Option(help="Tree nodes a pass verifies, root included.")] = 16,
     depth: Annotated[int | None, typer.Option(help="Guesses on the longest path; default: all the heads have.")] = None,
+    rule: Annotated[
+        str, typer.Option(help="How guesses are accepted when sampling: match, rejection, or typical, which is lossy.")
+    ] = "match",
     dtype: Annotated[str, typer.Option(help=f"Weights of the target: {', '.join(DTYPES)}.")] = "auto",
     device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; default: cuda where there is one.")] = None,
     raw: Annotated[bool, typer.Option(help="Continue the text as it stands, without the chat template.")] = False,
@@ -62,13 +66,17 @@ def generate(
     import torch
     from transformers.utils import logging as transformers_logging
 
+    from headstart.infer.accept import RULES
     from headstart.infer.embedded import load_target
     from headstart.infer.speculator import Speculator
+
+    if rule not in RULES:
+        raise typer.BadParameter(f"{rule!r}; expected one of {', '.join(RULES)}", param_hint="--rule")
 
     transformers_logging.disable_progress_bar()  # of loading weights: it would stand between the texts
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     model, tokenizer = load_target(target, dtype=None if dtype == "auto" else getattr(torch, dtype), device=device)
-    options: dict[str, Any] = {"nodes": nodes, "depth": depth}
+    options: dict[str, Any] = {"nodes": nodes, "depth": depth, "rule": rule}
     sources = []  # with --heads and --drafter the heads alone are compared too
     if heads and (compare or not drafter):
         sources.append(Speculator.from_pretrained(heads, model, **options))
@@ -117,7 +125,31 @@ def _stream(fast: "Speculator", tokenizer: Any, inputs: list[Any], options: dict
         torch.manual_seed(seed)
         streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
         fast.generate(ids[None], attention_mask=torch.ones_like(ids[None]), streamer=streamer, **options)
-        typer.echo(f"\n{fast.report}", err=True)
+        _show_report(fast.report)
+
+
+def _show_report(report: "Report") -> None:
+    """What a call did, as a table on the error stream."""
+    found = report.as_dict()
+    total = sum(found["seconds"].values()) or 1.0
+    table = Table(show_header=False, title=f"{found['drafter']}, rule {found['rule']}, {found['dtype']}")
+    ranks = "; ".join(" ".join(f"{share:.2f}" for share in depth) for depth in found["accepted_by_rank"]) or "-"
+    depths = " ".join(f"{share:.2f}" for share in found["accepted_by_depth"]) or "-"
+    rows = {
+        "text": "the target's own" if found["lossless"] else "LOSSY: not the target's own law",
+        "tokens per pass": f"{found['tokens_per_pass']:.2f} ({found['tokens']} tokens in {found['passes']} passes)",
+        "tokens per second": f"{found['tokens_per_second']:.1f}",
+        "accepted by depth": depths,
+        "accepted by place among siblings": ranks,
+        "nodes verified a pass": f"{found['nodes'] / max(found['passes'], 1):.1f}",
+        "time": ", ".join(f"{part} {value / total:.0%}" for part, value in found["seconds"].items()),
+        "waits for the device a step": f"{found['syncs'] / max(found['steps'], 1):.1f}",
+    }
+    for name, value in rows.items():
+        table.add_row(name, value)
+    for note in found["notes"]:
+        table.add_row("note", note)
+    Console(stderr=True).print("\n", table)
 
 
 def _compare(
@@ -163,7 +195,7 @@ def _verdict(target: Any, ids: "Tensor", plain: "Tensor", ours: "Tensor", sample
     if torch.equal(plain, ours):
         return "equal"
     if sampled:
-        return "differs; sampled texts are compared in float32"
+        return "other draws: compare sampled texts under the rule match, in float32"
     return str(first_difference(target, ids, plain.to(ids.device), ours.to(ids.device)))
 
 

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from headstart.scripts import cli
 
-COMMANDS = ["distill", "train", "generate"]
+COMMANDS = ["distill", "train", "generate", "bench"]
 
 
 def test_version_names_what_is_installed_without_loading_it() -> None:
