@@ -13,6 +13,7 @@ from rich.table import Table
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from headstart.infer.report import Report
     from headstart.infer.speculator import Speculator
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
