@@ -49,14 +49,15 @@ class DraftModel:
         check_tokenizers(self.tokenizer, self.target_tokenizer)
         notes = check_target(self.model)
         check_model(self.model, ())
-        sizes = [_vocab_size(m) for m in (self.model, model)]
-        if sizes[0] == sizes[1] or self.tokenizer is not None:
-            return notes
-        return [
-            *notes,
-            f"the draft model's vocabulary has {sizes[0]} tokens, the target's {sizes[1]}: only the first "
-            f"{min(sizes)} are guessed; pass both tokenizers to DraftModel to have the tokens compared",
-        ]
+        sizes, reach = ([f(m) for m in (self.model, model)] for f in (_vocab_size, _positions))
+        if sizes[0] != sizes[1] and self.tokenizer is None:
+            notes.append(
+                f"the draft model's vocabulary has {sizes[0]} tokens, the target's {sizes[1]}: only the first "
+                f"{min(sizes)} are guessed; pass both tokenizers to DraftModel to have the tokens compared"
+            )
+        if reach[0] < reach[1]:
+            notes.append(f"the draft model knows {reach[0]} positions, the target {reach[1]}: it guesses up to there")
+        return notes
 
     def drafter(self, model: Any, ends: Tensor, sampling: Sampling | None = None) -> ModelDrafter:
         """A drafter for one call."""
@@ -74,8 +75,7 @@ class ModelDrafter:
         self._draft = Target(source.model)
         self._source, self._ends, self._sampling = source, ends, sampling
         self._vocab_size, self._common = vocab_size, min(vocab_size, _vocab_size(source.model))
-        positions = getattr(source.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-        self._positions = positions or 1 << 60
+        self._positions = _positions(source.model)
         self._fresh: list[list[int]] = []  # tokens of each row the draft model has not seen; the root is the last
         self._lengths: list[int] = []
         self._laws: Tensor | None = None  # [B, 1, V] at the root
@@ -87,8 +87,9 @@ class ModelDrafter:
         """The prompt [B, P] into the draft model's cache, all but the root."""
         self._lengths = (lengths - 1).tolist()
         self._fresh = [[int(row[n])] for row, n in zip(ids, self._lengths, strict=True)]
-        for _ in self._draft.prefill(ids, lengths):
-            pass
+        if max(self._lengths) < self._positions:  # else it stays silent: nothing fits
+            for _ in self._draft.prefill(ids.clamp(max=self._common - 1), lengths):
+                pass
 
     def observe(self, seen: Seen) -> None:
         """Notes the tokens a step emitted."""
@@ -109,6 +110,7 @@ class ModelDrafter:
         """Runs what is fresh, root included, as one chain a row; leaves the law at each root."""
         k = max(map(len, self._fresh))
         tokens = torch.tensor([row + [0] * (k - len(row)) for row in self._fresh], device=device)  # [B, k]
+        tokens = tokens.clamp(max=self._common - 1)  # a token it does not have is shown as its last one
         count = torch.tensor([len(row) for row in self._fresh], device=device)
         index = torch.arange(k, device=device)
         parents = (index - 1).expand(len(self._fresh), -1)
@@ -167,6 +169,11 @@ def check_tokenizers(draft: Any, target: Any) -> None:
 def _mapping(tokenizer: Any) -> Mapping[str, int]:
     vocabulary: Mapping[str, int] = tokenizer.get_vocab()
     return vocabulary
+
+
+def _positions(model: Any) -> int:
+    """Positions a model knows; a large number where it does not say."""
+    return getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or 1 << 60
 
 
 def _vocab_size(model: Any) -> int:
