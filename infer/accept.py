@@ -126,7 +126,8 @@ def mixed(tree: DraftTree, visit: Visit) -> Accepted:
             place = places.int().argmax(1)
             p, q = torch.softmax(scores, -1), _row(tree.law, _at(tree.drawn, place)).to(scores.device)
             y = _at(tree.tokens, place)
-            took = has & visit.coin(torch.where(has, _ratio(_at(p, y), _at(q, y)), 0.0)).to(has.device)
+            chance = _ratio(_at(p, y), _at(q, y))
+            took = has & visit.coin(torch.where(has.to(chance.device), chance, 0.0)).to(has.device)
             guess = torch.where(took, y, guess)
             scores = torch.where((has & ~took).to(scores.device)[:, None], _residual(p, q), scores)
         drawn = open_ & (guess < 0)
@@ -153,33 +154,33 @@ def block(tree: DraftTree, visit: Visit) -> Accepted:
                 "block verification needs chains of drawn guesses; these were chosen: use the rule 'mixed'"
             )
         return match(tree, visit)
-    laws: list[Tensor] = []  # per node i: target scores [B, V]
-    left: list[Tensor] = []  # a_i [B]
-    keep = torch.ones(count.shape, dtype=torch.float64, device=tree.tokens.device)
-    for i in range(int(count.max()) + 1):
-        node = torch.where(count >= i, i, -1)
-        if i:
-            q, x = _row(tree.law, tree.drawn[:, i]), tree.tokens[:, i]
-            p = torch.softmax(laws[-1], -1)
-            keep = (keep * _ratio(_at(p, x), _at(q, x), cap=False)).clamp(max=1.0)
-        left.append(keep)
-        laws.append(visit.law(node))
+    if not bool(running.any()):
+        return _accepted(tree, [], [])
+    nodes = range(int(count.max()) + 1)
+    laws = [visit.law(torch.where(count >= i, i, -1)) for i in nodes]  # scores [B, V] of each node
+    home = laws[0].device
+    qs = [_row(tree.law, tree.drawn[:, i]).to(home) for i in nodes[1:]]  # what guess i + 1 was drawn from
+    left = [torch.ones(count.shape, dtype=torch.float64, device=home)]  # a_i [B]
+    for i, q in enumerate(qs, 1):
+        x = tree.tokens[:, i]
+        ratio = _ratio(_at(torch.softmax(laws[i - 1], -1), x), _at(q, x), cap=False)
+        left.append((left[-1] * ratio).clamp(max=1.0))
     # From the far end: the longest i whose coin falls; h_0 = 1.
-    kept = torch.full_like(count, -1)
-    bonus = torch.zeros_like(laws[0]) if laws else torch.empty(0)
-    for i in reversed(range(len(laws))):
-        here, last = (count >= i) & (kept < 0), count == i
-        chance, rest = left[i].to(laws[i]), laws[i]
-        if i + 1 < len(laws):
-            weighted = chance[:, None] * torch.softmax(laws[i], -1)
-            over = (weighted - _row(tree.law, tree.drawn[:, i + 1]).to(weighted)).clamp(min=0)  # [B, V]
+    guesses = count.to(home)
+    kept, bonus = torch.full_like(guesses, -1), torch.zeros_like(laws[0])
+    for i in reversed(nodes):
+        here, last = (guesses >= i) & (kept < 0), guesses == i
+        chance, rest = left[i].to(laws[i].dtype), laws[i]
+        if i < len(qs):
+            over = (chance[:, None] * torch.softmax(laws[i], -1) - qs[i].to(chance.dtype)).clamp(min=0)  # [B, V]
             mass = over.sum(-1)
             inner = torch.where(chance >= 1, torch.ones_like(mass), mass / (mass + 1 - chance).clamp(min=TINY))
-            chance = torch.where(last.to(mass.device), chance, inner)
-            rest = torch.where((last.to(mass.device) | (mass <= TINY))[:, None], laws[i], over.log())
-        fell = here if i == 0 else here & visit.coin(torch.where(here.to(chance.device), chance, 0.0)).to(here.device)
+            chance = torch.where(last, chance, inner)
+            rest = torch.where((last | (mass <= TINY))[:, None], laws[i], over.log())
+        fell = here if i == 0 else here & visit.coin(torch.where(here, chance, 0.0)).to(home)
         kept = torch.where(fell, i, kept)
-        bonus = torch.where(fell.to(rest.device)[:, None], rest, bonus)
+        bonus = torch.where(fell[:, None], rest, bonus)
+    kept = kept.to(count.device)
     steps = torch.arange(len(laws), device=kept.device)
     return _emit_path(tree, visit, torch.where(steps <= kept[:, None], steps, -1), bonus)
 
@@ -200,11 +201,11 @@ def typical(tree: DraftTree, visit: Visit, epsilon: float = 0.09, delta: float =
         if not bool(here.any()):
             continue
         laws[i] = visit.law(torch.where(here, i, -1))
-        logp = torch.log_softmax(laws[i].double(), -1).to(score.device)
+        logp = torch.log_softmax(laws[i].double(), -1)
         entropy = torch.special.entr(logp.exp()).sum(-1)
-        bar = (delta * (-entropy).exp()).clamp(max=epsilon)
+        bar = (delta * (-entropy).exp()).clamp(max=epsilon).to(score.device)
         children = tree.valid & (tree.parents == i) & here[:, None]
-        own = logp.gather(1, tree.tokens.clamp(min=0))  # [B, n]
+        own = logp.gather(1, tree.tokens.to(logp.device)).to(score.device)  # [B, n]
         kept = children & (own.exp() > bar[:, None])
         score = torch.where(kept, score[:, i : i + 1] + own, score)
     if not laws:
