@@ -151,7 +151,8 @@ def block(tree: DraftTree, visit: Visit) -> Accepted:
     if tree.drawn is None or tree.law is None:
         if int(count.max()) > 0:
             raise ValueError(
-                "block verification needs chains of drawn guesses; these were chosen: use the rule 'mixed'"
+                "this source calls its trees chains of drawn guesses (`chain`), but they were chosen: set `chain` to "
+                "False, or use rule='match'"
             )
         return match(tree, visit)
     if not bool(running.any()):
@@ -265,7 +266,7 @@ def _row(laws: Tensor, index: Tensor) -> Tensor:
 
 
 def _ratio(p: Tensor, q: Tensor, cap: bool = True) -> Tensor:
-    """p / q [B], capped at one; q is never zero for a token that was drawn from it."""
+    """p / q [B], with ``cap`` at most one; q is never zero for a token that was drawn from it."""
     ratio = p / q.to(p).clamp(min=torch.finfo(p.dtype).tiny)
     return ratio.clamp(max=1.0) if cap else ratio
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
 from headstart.infer.accept import Accepted
+from headstart.infer.tree import sent
 
 GROWTH = 256  # capacities are multiples of it
 
@@ -33,7 +34,7 @@ class TreeCache(Cache):
         self.end = 0  # the longest row
         self.level = True  # all rows are equally long
         self._layers, self._fixed = layers, fixed
-        self._capacity = _rounded(room)
+        self._capacity = 1 << (_rounded(room) - 1).bit_length() if fixed else _rounded(room)  # few shapes to compile
         self._views: dict[tuple[int, int], Tensor] = {}  # (layer, 0 keys | 1 values) -> [B, heads, L, dim]
         self._blocks: dict[Any, Tensor] = {}  # (device, dtype, heads, dim) -> [tensors, B, heads, L, dim]
         self._members: dict[Any, list[tuple[int, int]]] = {}
@@ -62,7 +63,7 @@ class TreeCache(Cache):
     def advance(self, count: list[int]) -> None:
         """Keeps the first ``count`` [B] of the freshly written slots of each row."""
         self.kept = [n + more for n, more in zip(self.kept, count, strict=True)]
-        self.lengths = torch.tensor(self.kept, device=self.lengths.device)
+        self.lengths = sent(self.kept, self.lengths.device)
         self.end, self.level = max(self.kept), len(set(self.kept)) == 1
 
     def commit(self, path: Accepted) -> None:
@@ -70,9 +71,12 @@ class TreeCache(Cache):
 
         ``path`` stands on the CPU: nothing is read back from the device.
         """
-        moving = path.nodes[:, 1:].to(self.lengths.device)  # [B, k - 1]; the root already stands where it belongs
+        k = max(1, int(path.count.max()))  # columns behind it are padding, and their places may not exist
+        moving = path.nodes[:, 1:k].to(
+            self.lengths.device, non_blocking=True
+        )  # [B, k - 1]; the root already stands where it belongs
         if moving.shape[1]:
-            place = self.lengths[:, None] + torch.arange(1, path.nodes.shape[1], device=moving.device)
+            place = self.lengths[:, None] + torch.arange(1, k, device=moving.device)
             source = torch.where(moving >= 0, self.lengths[:, None] + moving, place)  # padding moves onto itself
             for block in self._blocks.values():
                 here, there = source.to(block.device), place.to(block.device)

@@ -20,7 +20,7 @@ from headstart.infer.drafter import Drafter
 from headstart.infer.grow import Budget
 from headstart.infer.report import Clock, Report
 from headstart.infer.target import Seen, Target, Verified
-from headstart.infer.tree import DraftTree, depths, pruned, siblings_before
+from headstart.infer.tree import DraftTree, depths, pruned, sent, siblings_before
 from headstart.infer.visit import Emission
 
 
@@ -110,14 +110,14 @@ def _budget(wanted: list[int], target: Target, limits: Limits) -> Budget:
         max(0, min(w - 1, limits.positions - 1 - at))  # `at` tokens are cached, so the root stands there
         for w, at in zip(wanted, target.cache.kept, strict=True)
     ]
-    return Budget(limits.nodes, min(limits.depth, max(room)), torch.tensor(room, device=target.cache.lengths.device))
+    return Budget(limits.nodes, min(limits.depth, max(room)), sent(room, target.cache.lengths.device))
 
 
 def _seen(tree: DraftTree, verified: Verified, accepted: Accepted) -> Seen:
     """The committed path as the drafter wants it: features [B, k, F] and the tokens [B, k] they led to."""
     features = verified.features
     if features is not None:
-        path = accepted.nodes.clamp(min=0).to(features.device)
+        path = accepted.nodes.clamp(min=0).to(features.device, non_blocking=True)
         features = features.gather(1, path[:, :, None].expand(-1, -1, features.shape[2]))
     return Seen(accepted.tokens.clamp(min=0), accepted.count, features, tree, verified)
 

@@ -51,7 +51,7 @@ class HeadsSource:
     @property
     def chain(self) -> bool:
         """Drawn guesses without siblings."""
-        return self.width == 1 and self.siblings == 0
+        return self.siblings == 0
 
     def drafter(self, model: Any, ends: Tensor, sampling: Sampling | None = None) -> HeadsDrafter:
         """A drafter for one call."""
@@ -83,7 +83,7 @@ class HeadsDrafter:
         """Committed features [B, k, F] into the heads' state."""
         assert seen.features is not None
         features = seen.features.to(self.heads.device, self.heads.dtype)
-        tokens, count = seen.tokens.to(self.heads.device), seen.count.to(self.heads.device)
+        tokens, count = (x.to(self.heads.device, non_blocking=True) for x in (seen.tokens, seen.count))
         self._root = self.heads.refresh(features, tokens, count, self._state, self.tie)
 
     def grow(self, root: Tensor, budget: Budget) -> DraftTree:

@@ -41,6 +41,10 @@ class Merged:
         """The features of the one source that reads any."""
         return next((source.wants for source in self.sources if source.wants), ())
 
+    def first(self, nodes: int) -> int:
+        """How many of ``nodes`` the first source may fill, its root included."""
+        return min(nodes, max(2, round(self.share * nodes)))
+
     def check(self, model: Any) -> list[str]:
         """All must fit; two that read features must read the same."""
         readers = {source.wants for source in self.sources if source.wants}
@@ -63,7 +67,7 @@ class _Union:
 
     def __init__(self, drafters: Sequence[Drafter], source: Merged) -> None:
         self.wants = source.wants
-        self._drafters, self._share = drafters, source.share
+        self._drafters, self._first = drafters, source.first
         self._depths = [part.depth for part in source.sources]
 
     def start(self, ids: Tensor, lengths: Tensor, room: int) -> None:
@@ -78,10 +82,10 @@ class _Union:
 
     def grow(self, root: Tensor, budget: Budget) -> DraftTree:
         """The union below root [B], at most ``budget.nodes`` nodes."""
-        first = max(2, round(self._share * budget.nodes))
+        first = self._first(budget.nodes)
         trees = []
         for place, (drafter, depth) in enumerate(zip(self._drafters, self._depths, strict=True)):
-            nodes = min(first, budget.nodes) if place == 0 else budget.nodes
+            nodes = first if place == 0 else budget.nodes
             trees.append(drafter.grow(root, budget._replace(nodes=nodes, depth=min(depth, budget.depth))))
         return merge(trees, budget.nodes)
 

@@ -37,7 +37,7 @@ class DraftModel:
     @property
     def chain(self) -> bool:
         """Drawn guesses without siblings."""
-        return self.width == 1 and self.siblings == 0
+        return self.siblings == 0
 
     def check(self, model: Any) -> list[str]:
         """The draft model must take trees, sit on one device with the target's embedding, and speak its tokens."""
@@ -50,7 +50,7 @@ class DraftModel:
         notes = check_target(self.model)
         check_model(self.model, ())
         sizes, reach = ([f(m) for m in (self.model, model)] for f in (_vocab_size, _positions))
-        if sizes[0] != sizes[1] and self.tokenizer is None:
+        if sizes[0] != sizes[1] and (self.tokenizer is None or self.target_tokenizer is None):
             notes.append(
                 f"the draft model's vocabulary has {sizes[0]} tokens, the target's {sizes[1]}: only the first "
                 f"{min(sizes)} are guessed; pass both tokenizers to DraftModel to have the tokens compared"

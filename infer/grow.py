@@ -113,9 +113,9 @@ def best_first(root: Tensor, expand: Expand, budget: Budget, width: int, barren:
             break
         logq, ids, law = expand(tokens.gather(1, frontier), above, depth)
         w, c = frontier.shape[1], logq.shape[2]
-        logq = torch.nan_to_num(
-            logq, nan=-torch.inf, posinf=-torch.inf, neginf=-torch.inf
-        )  # heads that overflowed guess nothing
+        logq = torch.nan_to_num(logq, nan=-torch.inf, posinf=-torch.inf, neginf=-torch.inf).clamp(
+            max=0.0
+        )  # heads that overflowed guess nothing; a sum that rounds above one must not raise a path
         fresh = (path[:, :, None] + logq).reshape(batch, w * c)
         fresh = fresh.masked_fill(budget.room[:, None] <= depth, -torch.inf)
         fresh_ids = ids.expand(-1, w, -1).reshape(batch, w * c)
@@ -156,7 +156,7 @@ def static(root: Tensor, expand: Expand, budget: Budget, shape: Shape, barren: T
     """A tree of one fixed ``shape``; nodes deeper than the budget allows, or below an end token, are padding."""
     level, batch, device = [0], root.shape[0], root.device
     if len(shape.parents) > budget.nodes:
-        raise ValueError(f"the shape has {len(shape.parents)} nodes, the budget allows {budget.nodes}")
+        raise ValueError(f"the shape has {len(shape.parents)} nodes, the budget allows {budget.nodes}: raise nodes")
     tokens = [root]
     logq = [torch.zeros(batch, device=device)]
     valid = [torch.ones(batch, dtype=torch.bool, device=device)]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
-PARTS = ("prefill", "draft", "verify", "accept", "other")  # of a call's time
+PARTS = ("prefill", "draft", "verify", "accept")  # of a call's time
 
 
 @dataclass
@@ -24,7 +24,7 @@ class Report:
     prefill_forwards: int = 0
     steps: int = 0  # verifying forwards, whatever the number of rows
     nodes: int = 0  # verified, all passes, roots included
-    syncs: int = 0  # times the host waited for the device's answer while decoding; on a CPU they cost nothing
+    syncs: int = 0  # times accepting and streaming waited for the device's answer; on a CPU they cost nothing
     dtype: str = ""
     attention: str = ""
     rounds: list[tuple[int, int]] = field(default_factory=list)  # per pass: guesses accepted, guesses on offer in depth
@@ -74,7 +74,7 @@ class Report:
 
     @property
     def by_row(self) -> list[dict[str, float]]:
-        """Of each row of the batch: tokens, passes, tokens per pass."""
+        """Of each row of the batch: tokens (also those written while others went on), passes, tokens per pass."""
         rows: list[dict[str, float]] = []
         for row in range(max(self.row_of, default=-1) + 1):
             own = [accepted + 1 for (accepted, _), of in zip(self.rounds, self.row_of, strict=True) if of == row]

@@ -79,9 +79,7 @@ class Speculator:
         if depth is not None and depth > most:
             self.notes.append(f"depth {depth} was asked for, {source.name} guesses {most} tokens: {most} is used")
         self.nodes, self.depth = nodes, most if depth is None else min(depth, most)
-        shape = getattr(source, "shape", None)
-        if shape is not None and len(shape.parents) > nodes:
-            raise ValueError(f"the shape has {len(shape.parents)} nodes, nodes={nodes} allows fewer")
+        _check_shapes(source, nodes)
         self._compiled = torch.compile(model, backend=_backend(compile), dynamic=False) if compile else None
         self.report = Report()
         for note in self.notes:
@@ -151,6 +149,7 @@ class Speculator:
             drafter = self.source.drafter(model, ends, _sampling(logits_processor) if name == "rejection" else None)
             target = self._bound(model, drafter.wants, visit)
             walking = rule is match and visit.walks and (device.type != "cpu" if self.walk is None else self.walk)
+            walking &= input_ids.device == device or not visit.do_sample  # draws are made where the prompt is
             prompt = (ids.to(device), lengths.to(device))
             report = decode(target, drafter, rule, visit, *prompt, limits, known, walking)
             report.drafter, report.rule, report.lossless = self.source.name, name, name not in LOSSY
@@ -196,6 +195,19 @@ class Speculator:
         )
 
 
+def _check_shapes(source: Source, nodes: int) -> None:
+    """Raises ValueError where a fixed shape has more nodes than its source may fill."""
+    parts = source.sources if isinstance(source, Merged) else (source,)
+    for place, part in enumerate(parts):
+        shape = getattr(part, "shape", None)
+        room = source.first(nodes) if isinstance(source, Merged) and place == 0 else nodes
+        if shape is not None and len(shape.parents) > room:
+            raise ValueError(
+                f"the shape has {len(shape.parents)} nodes, {part.name} may fill {room} of nodes={nodes} here: raise "
+                "nodes (in a merge also share), or take nodes out of the shape"
+            )
+
+
 def _backend(compile: bool | str) -> str:
     """The backend's name; raises ValueError naming the known ones."""
     name = "inductor" if compile is True else str(compile)
@@ -223,6 +235,8 @@ def _source(source: Any, options: dict[str, Any]) -> Source:
     """What a Speculator was given as a Source; a list becomes a merge. Raises ValueError naming what is known."""
     if isinstance(source, (list, tuple)):
         share = {"share": options.pop("share")} if "share" in options else {}
+        if options and not any(isinstance(part, DraftHeads) for part in source):
+            raise ValueError(f"options {sorted(options)} belong to heads, and there are none in this merge")
         return Merged(tuple(_source(part, options if isinstance(part, DraftHeads) else {}) for part in source), **share)
     make: Callable[..., Source] | None = HeadsSource if isinstance(source, DraftHeads) else None
     if make is None and isinstance(source, PreTrainedModel):

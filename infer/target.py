@@ -29,7 +29,7 @@ class Verified(NamedTuple):
 class Seen(NamedTuple):
     """A prompt chunk or a finished step: tokens[:, i] is what features[:, i] led to."""
 
-    tokens: Tensor  # [B, k]
+    tokens: Tensor  # [B, k]; of a prompt on the target's device, of a step on the CPU, and so is `count`
     count: Tensor  # type: ignore[assignment]  # [B] how many of the k are real
     features: Tensor | None  # [B, k, F]
     tree: DraftTree | None = None  # after a step, with `verified`: every row, accepted or not

@@ -5,6 +5,7 @@ Legend: B rows, n nodes (node 0 = root), d depth, k path length, V target vocabu
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,7 +22,12 @@ class DraftTree(NamedTuple):
         None  # [B, n] draft log-probability given the parent: for plans and pictures, never acceptance
     )
     drawn: Tensor | None = None  # [B, n] row of `law` a child was sampled from, -1 = deterministic
-    law: Tensor | None = None  # [B, r, V] float32 exactly as sampled from, in target ids
+    law: Tensor | None = None  # [B, r, V] exactly as sampled from, in target ids
+
+
+def sent(values: Sequence[int], device: torch.device) -> Tensor:
+    """A list as a tensor on ``device``, without waiting for what the device still has to do."""
+    return torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True)
 
 
 def root_only(root: Tensor) -> DraftTree:

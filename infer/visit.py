@@ -18,7 +18,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 
 from headstart.infer.accept import Accepted
 from headstart.infer.target import Verified
-from headstart.infer.tree import DraftTree
+from headstart.infer.tree import DraftTree, sent
 
 TENSOR_ONLY = (  # they look at the scores alone, so one call serves all rows
     processors_of.TemperatureLogitsWarper,
@@ -152,8 +152,9 @@ class Emission:
     def open_rows(self) -> tuple[Tensor, Tensor, Tensor]:
         """[B] bool rows not finished, [B] tokens each still wants, [e] end tokens; all on the target's device."""
         assert self._verified is not None
-        device, wanted = self._verified.logits.device, torch.tensor(self.wanted())
-        return (wanted > 0).to(device), wanted.to(device), torch.tensor(sorted(self.ends), device=device)
+        device = self._verified.logits.device
+        wanted = sent(self.wanted(), device)
+        return wanted > 0, wanted, sent(sorted(self.ends), device)
 
     def law_at(self, node: Tensor) -> Tensor:
         """[B] nodes -> [B, V] processed scores, all rows, nothing read back; for processors that see scores only."""
@@ -225,7 +226,7 @@ class Emission:
 
     def roots(self) -> Tensor:
         """The last known token of each row [B]."""
-        at = torch.tensor(self.length, device=self.ids.device) - 1
+        at = sent(self.length, self.ids.device) - 1
         return self.ids.gather(1, at[:, None])[:, 0]
 
     def wanted(self) -> list[int]:
@@ -275,6 +276,7 @@ class Emission:
         if not self._pads and None in self._stopped:  # who stops last is not known: stream what all rows have passed
             ready = min(self.length)
         while self._streamed < ready:
+            self.reads += 1
             self.sink.put(self.ids[:, self._streamed].cpu())
             self._streamed += 1
 

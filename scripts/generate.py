@@ -44,7 +44,7 @@ def generate(
     compare: Annotated[bool, typer.Option(help="Run plain decoding beside it, both warm, in turn.")] = False,
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 = greedy.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="Of the samples; both ways draw the same.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of the samples; under the rule match both ways draw the same.")] = 0,
     nodes: Annotated[int, typer.Option(help="Tree nodes a pass verifies, root included.")] = 16,
     depth: Annotated[int | None, typer.Option(help="Guesses on the longest path; default: all the heads have.")] = None,
     rule: Annotated[
@@ -58,6 +58,8 @@ def generate(
     """Answer prompts with TARGET and HEADS; the text is what TARGET alone would have written."""
     if bool(prompt) == bool(prompts):
         raise typer.BadParameter("give prompts as arguments or a file with --prompts: one of them, not both")
+    if save is not None and not compare:
+        raise typer.BadParameter("figures are those of --compare: give that too", param_hint="--save")
     if not heads and not drafter:
         raise typer.BadParameter("give --heads, or --drafter, or both to merge their guesses")
     if dtype not in DTYPES:

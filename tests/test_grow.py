@@ -25,6 +25,17 @@ def marginals(laws: list[list[float]], batch: int = 1, path_free: bool = True) -
     return expand
 
 
+def test_a_law_that_sums_to_more_than_one_leaves_the_root_in_place() -> None:
+    """The place of a drawn child has a chance of one, which may round up: paths must not rise above their root."""
+
+    def expand(tokens: Tensor, above: Tensor, depth: int) -> Children:
+        return Children(torch.full((1, 1, 1), 1e-6), torch.full((1, 1, 1), 10 + depth), torch.ones(1, 1, 20) / 20)
+
+    tree = best_first(torch.tensor([7]), expand, budget(4, 5), width=1)
+    assert tree.tokens.tolist() == [[7, 10, 11, 12]] and tree.parents.tolist() == [[-1, 0, 1, 2]]
+    validate(tree, 20)
+
+
 def budget(nodes: int, depth: int, *rooms: int) -> Budget:
     return Budget(nodes, depth, torch.tensor(rooms or (depth,)))
 

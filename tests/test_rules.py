@@ -207,6 +207,7 @@ CASES: dict[str, tuple[Rule, bool, dict[str, Any]]] = {
     "mixed-3-children": (mixed, True, {"width": 1, "branch": 3, "nodes": 5}),
     "mixed-chain": (mixed, True, {"width": 1, "branch": 1}),
     "block": (block, True, {"width": 1, "branch": 1}),
+    "block-cut": (block, True, {"width": 1, "branch": 1, "nodes": 2}),
 }
 
 

@@ -19,6 +19,8 @@ from transformers import (
 from transformers.cache_utils import DynamicCache
 
 from headstart.infer import speculator
+from headstart.infer.draft_heads import HeadsSource
+from headstart.infer.grow import Shape
 from headstart.infer.speculator import Speculator
 from headstart.infer.target import Target
 from tests.byte_tokenizer import byte_tokenizer
@@ -421,6 +423,11 @@ def test_sources_and_targets_that_do_not_fit_are_refused() -> None:
         Speculator(model, "prompt-lokup")
     with pytest.raises(ValueError, match=r"unknown options \['widht'\]; known here are .*'width'"):
         Speculator(model, SOURCES["medusa"](model), widht=4)
+    with pytest.raises(ValueError, match=r"'longest'.*none in this merge"):
+        Speculator(model, ["prompt-lookup", "lookahead"], longest=2)
+    shaped = HeadsSource(SOURCES["medusa"](model), shape=Shape.of([[0], [1], [2]]))
+    with pytest.raises(ValueError, match=r"may fill 2 of nodes=4 here: raise nodes \(in a merge also share\)"):
+        Speculator(model, [shaped, "prompt-lookup"], nodes=4)
     with pytest.raises(ValueError, match="made Source"):
         Speculator(model, oracle(model), width=4)
     with pytest.raises(ValueError, match="unknown rule 'guess'"):

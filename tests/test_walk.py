@@ -55,6 +55,16 @@ def test_greedy_ids_equal_generate(model: Any, source: str, batch: str) -> None:
         assert fast.report.syncs == fast.report.steps
 
 
+@pytest.mark.parametrize("source", ["prompt-lookup", "medusa", "lookahead"])
+def test_a_path_that_would_leave_the_cache(source: str) -> None:
+    """Steps that were not taken have no place: the first block of the cache ends at 256 tokens."""
+    model = llama(max_position_embeddings=512).double()
+    fast = Speculator(model, SOURCES[source](model), nodes=3, walk=True)
+    for length in (247, 250, 253, 255):
+        ids, options = prompt(1, length), {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
+        assert fast.generate(ids, **options).tolist() == model.generate(ids, **options).tolist()
+
+
 def test_rows_of_a_batch_draw_from_their_own_laws(model: Any) -> None:
     fast, batch = Speculator(model, SOURCES["medusa"](model), walk=True), padded_batch()
     expected = model.generate(**batch, max_new_tokens=NEW, do_sample=False)
@@ -75,6 +85,14 @@ def test_processors_that_read_the_text_go_token_by_token(model: Any, processor: 
     options = {"max_new_tokens": NEW, "do_sample": False} | PROCESSORS[processor]()
     assert fast.generate(prompt(), **options).tolist() == model.generate(prompt(), **options).tolist()
     assert fast.report.syncs == fast.report.steps + fast.report.tokens  # one for the tree, one for every token
+
+
+def test_every_streamed_token_is_counted(model: Any) -> None:
+    from tests.test_speculator import Sink
+
+    fast = Speculator(model, SOURCES["medusa"](model), walk=True)
+    fast.generate(prompt(), max_new_tokens=NEW, do_sample=False, streamer=Sink())
+    assert fast.report.syncs == fast.report.steps + fast.report.tokens
 
 
 class Walking(Script):
