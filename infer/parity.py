@@ -6,6 +6,7 @@ are close, either may win. That is honest only if it is checked: here, at the fi
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,8 @@ from torch import Tensor
 from headstart.infer.target import Target
 from headstart.infer.tree import DraftTree
 
+ROWS = 8  # of the passes that steps are compared with
+
 
 class Difference(NamedTuple):
     """The first place where two texts part."""
@@ -21,8 +24,8 @@ class Difference(NamedTuple):
     position: int  # index into the new tokens
     plain: int  # what plain decoding wrote there
     fast: int  # what the other wrote
-    margin: float  # logit of the plain token minus logit of the other, in a one-row forward
-    noise: float  # largest difference of any logit between a one-row forward and a forward over the whole prefix
+    margin: float  # logit of the plain token minus logit of the other, in a one-token step
+    noise: float  # largest difference of any logit between steps and passes of several rows, over the text up to there
 
     @property
     def near_tie(self) -> bool:
@@ -36,7 +39,11 @@ class Difference(NamedTuple):
 
 @torch.no_grad()
 def first_difference(model: Any, prompt: Tensor, plain: Tensor, fast: Tensor) -> Difference | None:
-    """Where greedy texts ``plain`` [P + a] and ``fast`` [P + b] of one prompt [P] part; None where they are equal."""
+    """Where greedy texts ``plain`` [P + a] and ``fast`` [P + b] of one prompt [P] part; None where they are equal.
+
+    Rounding is what one-token steps and passes of several rows differ by over the text before that place, keys and
+    values included, which each computes its own way.
+    """
     start, length = prompt.shape[0], min(plain.shape[0], fast.shape[0])
     unequal = (plain[:length] != fast[:length]).nonzero()
     if not len(unequal):
@@ -44,14 +51,13 @@ def first_difference(model: Any, prompt: Tensor, plain: Tensor, fast: Tensor) ->
             return None
         raise ValueError(f"one text goes on where the other has ended, after {length - start} equal tokens: a bug")
     at = int(unequal[0])
-    prefix = plain[None, :at]
-    whole = model(input_ids=prefix).logits[0, -1].float()
-    out = model(input_ids=prefix[:, :-1], use_cache=True) if at > 1 else None
-    last = prefix[:, -1:] if out is not None else prefix
-    single = model(input_ids=last, cache=None if out is None else out.cache, use_cache=True).logits[0, -1].float()
     a, b = int(plain[at]), int(fast[at])
-    noise = float((single - whole).abs().max())
-    return Difference(at - start, a, b, float(single[a] - single[b]), noise)
+    noise, margin = 0.0, 0.0
+    text = plain[: at + 1 + ROWS]  # some tokens more, so that the pass over the place in question is a full one
+    for place, (step, wide) in enumerate(_both_ways(model, text, start, ROWS), start):
+        noise = max(noise, float((step - wide).abs().max()))
+        margin = float(step[a] - step[b]) if place == at else margin
+    return Difference(at - start, a, b, margin, noise)
 
 
 class Ledger(NamedTuple):
@@ -79,12 +85,23 @@ class Ledger(NamedTuple):
 @torch.no_grad()
 def ledger(model: Any, text: Tensor, start: int, width: int = 8) -> Ledger:
     """One-token steps against passes of ``width`` rows, at every position of text [P + T] from ``start`` = P on."""
+    flips, noise, margin, variation = 0, 0.0, 0.0, 0.0
+    for step, wide in _both_ways(model, text, start, width):
+        noise = max(noise, float((step - wide).abs().max()))
+        variation = max(variation, float((step.softmax(-1) - wide.softmax(-1)).abs().sum()) / 2)
+        ours, theirs = int(wide.argmax()), int(step.argmax())
+        if ours != theirs:
+            flips, margin = flips + 1, max(margin, float(step[theirs] - step[ours]))
+    return Ledger(text.shape[0] - start, flips, noise, margin, variation)
+
+
+def _both_ways(model: Any, text: Tensor, start: int, width: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """For each token of text [P + T] from ``start`` = P on, the logits [V] before it: by a step, by a pass."""
     plain = model(input_ids=text[None, : start - 1], use_cache=True) if start > 1 else None
     cache = None if plain is None else plain.cache
     target = Target(model)
     for _ in target.prefill(text[None], torch.tensor([start], device=text.device)):
         pass
-    flips, noise, margin, variation = 0, 0.0, 0.0, 0.0
     places = range(start - 1, text.shape[0] - 1)
     for begin in range(places.start, places.stop, width):
         rows = text[None, begin : min(begin + width, places.stop)]
@@ -92,11 +109,6 @@ def ledger(model: Any, text: Tensor, start: int, width: int = 8) -> Ledger:
         passed = target.verify(DraftTree(rows, parents, torch.ones_like(rows, dtype=torch.bool))).logits[0].float()
         for place, row in enumerate(rows[0]):
             out = model(input_ids=row[None, None], cache=cache, use_cache=True)
-            cache, step, wide = out.cache, out.logits[0, -1].float(), passed[place]
-            noise = max(noise, float((step - wide).abs().max()))
-            variation = max(variation, float((step.softmax(-1) - wide.softmax(-1)).abs().sum()) / 2)
-            ours, theirs = int(wide.argmax()), int(step.argmax())
-            if ours != theirs:
-                flips, margin = flips + 1, max(margin, float(step[theirs] - step[ours]))
+            cache = out.cache
+            yield out.logits[0, -1].float(), passed[place]
         target.cache.advance([rows.shape[1]])
-    return Ledger(len(places), flips, noise, margin, variation)
