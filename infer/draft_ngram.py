@@ -29,15 +29,18 @@ class PromptLookup:
     longest: int = 4  # tokens of a match
     shortest: int = 1
     matches: int = 8  # continuations looked at
-    depth: int = 10  # guesses on a path
+    reach: int = 2  # guesses for each token of the match: a short one says little about what comes later
+    depth: int = 10  # guesses on a path at most
     name: str = "prompt-lookup"
     wants: tuple[int, ...] = ()
     chain = False
 
     def check(self, model: Any) -> list[str]:
         """Fits every target; raises ValueError for sizes that make no sense."""
-        if not 1 <= self.shortest <= self.longest or self.matches < 1 or self.depth < 1:
-            raise ValueError(f"prompt lookup needs 1 <= shortest <= longest, matches >= 1 and depth >= 1; got {self}")
+        if not 1 <= self.shortest <= self.longest or min(self.matches, self.reach, self.depth) < 1:
+            raise ValueError(
+                f"prompt lookup needs 1 <= shortest <= longest and matches, reach and depth of at least 1; got {self}"
+            )
         return []
 
     def drafter(self, model: Any, ends: Tensor, sampling: Sampling | None = None) -> Drafter:
@@ -95,7 +98,7 @@ class _Lookup:
                     continue  # seen as part of a longer match, or the text's own end
                 looked.add(begin)
                 at = 0
-                for token in text[begin : begin + depth]:
+                for token in text[begin : begin + min(depth, self._source.reach * n)]:
                     if (at, token) not in children:
                         if len(tokens) >= nodes:
                             break

@@ -64,7 +64,17 @@ def test_rows_have_their_own_texts() -> None:
     Accepted(path, path, torch.tensor([2, 1]))
     drafter.observe(Seen(torch.tensor([[2, 9], [3, 0]]), torch.tensor([2, 1]), None, tree, None))
     tree = drafter.grow(torch.tensor([9, 3]), Budget(8, 4, torch.tensor([4, 4])))
-    assert tree.valid.sum(1).tolist() == [1, 5] and tree.tokens[1].tolist() == [3, 4, 5, 6, 3]
+    assert tree.valid.sum(1).tolist() == [1, 3] and tree.tokens[1].tolist() == [3, 4, 5]
+
+
+def test_a_longer_match_reaches_further() -> None:
+    """Two guesses for each token that matched, unless told otherwise."""
+    text = torch.tensor([[1, 2, 3, 4, 5, 6, 7, 8, 9, 2, 3]])
+    for reach, expected in ((1, [3, 4, 5]), (2, [3, 4, 5, 6, 7]), (9, [3, 4, 5, 6, 7, 8, 9, 2, 3])):
+        drafter = PromptLookup(reach=reach).drafter(None, NO_ENDS)
+        drafter.start(text, torch.tensor([11]), 99)
+        tree = drafter.grow(torch.tensor([3]), Budget(16, 10, torch.tensor([10])))
+        assert tree.tokens[0].tolist() == expected
 
 
 def test_a_round_on_a_long_text_takes_milliseconds() -> None:
