@@ -8,6 +8,7 @@ target's own output at t already says token t + 1. The teacher of that predictio
 from __future__ import annotations
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -55,7 +56,7 @@ def predictions(batch_supervised: Tensor, document: Tensor, depth: int) -> Tenso
     return ok
 
 
-class DraftHeads(PreTrainedModel):
+class DraftHeads(PreTrainedModel, ABC):
     """A family of heads. No tensor of the target is inside: it comes in every call as ``tie``."""
 
     config_class = HeadsConfig
@@ -75,28 +76,27 @@ class DraftHeads(PreTrainedModel):
         size = config.draft_vocab_size
         self.register_buffer("draft_ids", None if size is None else torch.zeros(size, dtype=torch.int64))
 
-    # what a family writes: no body here, because there is no sensible default; every family in FAMILIES has all five,
-    # and tests/test_heads.py runs each of them
+    # what a family writes: abstract, because there is no sensible default; a family that lacks one cannot be made
 
+    @abstractmethod
     def unroll(self, batch: Batch, tie: Tie) -> Iterator[tuple[Tensor, Tensor]]:
         """Per depth d: slots [B, M] int64 and hidden [B, M, H] predicting token slot + 2 + d, teacher forced."""
-        raise NotImplementedError
 
+    @abstractmethod
     def open(self, rows: int, room: int, cache: Any) -> Any:
         """Draft-side state for ``rows`` sequences of at most ``room`` tokens."""
-        raise NotImplementedError
 
+    @abstractmethod
     def refresh(self, features: Tensor, tokens: Tensor, count: Tensor, state: Any, tie: Tie) -> Tensor:
         """Committed path in: features [B, k, F], the tokens [B, k] they led to, count [B] -> root hidden [B, 1, H]."""
-        raise NotImplementedError
 
+    @abstractmethod
     def level(self, tokens: Tensor, parent: Tensor, depth: int, state: Any, tie: Tie) -> Tensor:
         """Nodes [B, w] of ``depth`` >= 1, their index [B, w] into the level above -> hidden [B, w, H]."""
-        raise NotImplementedError
 
+    @abstractmethod
     def logits(self, hidden: Tensor, tokens: Tensor, depth: int, tie: Tie) -> Tensor:
         """[..., H] and the node's own token [...] -> logits [..., D] of the law one deeper."""
-        raise NotImplementedError
 
     def start_from(self, tie: Tie) -> None:
         """Weights that begin as the target's; called once for fresh heads, after ``draft_ids`` is set."""

@@ -97,7 +97,7 @@ def warm_up(target: Any, contestants: Sequence[Contestant], batch: Sequence[Prom
     for contestant in contestants:
         try:
             _decode(target, contestant, batch, short, seed=0)
-        except (ValueError, NotImplementedError) as reason:
+        except (ValueError, NotImplementedError) as reason:  # both are how generate refuses options of a baseline
             if contestant.name == PLAIN or contestant.fast is not None:
                 raise ValueError(f"{contestant.name} cannot decode this: {reason}") from reason
             contestant.refused = str(reason)

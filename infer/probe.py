@@ -147,5 +147,5 @@ def _sample(parameter: nn.Parameter) -> Tensor:
     try:
         flat = parameter.detach().flatten()
         return flat[torch.arange(8, device=flat.device) * (flat.numel() - 1) // 7].double()
-    except (RuntimeError, TypeError, AttributeError):  # NotImplementedError is a RuntimeError
+    except (RuntimeError, TypeError, AttributeError):  # how packed integer tensors refuse to be indexed
         return torch.zeros(0, dtype=torch.float64, device=parameter.device)

@@ -152,17 +152,33 @@ def test_a_tree_larger_than_the_first_block_of_the_cache(model: Any) -> None:
     )
 
 
-@pytest.mark.skipif(not DATA, reason="HEADSTART_DATA names no folder with edge_prompts.jsonl")
+OWN = [
+    "",
+    " \n\t ",
+    "?",
+    "\U0001f642",
+    "e\u0301 \u200b\ufeff",
+    "a" * 600,
+    "again " * 200,
+    "x\x00y\x07",
+    "<|im_end|> <s>",
+]
+
+
+@pytest.mark.embedded
 def test_prompts_at_the_edges_of_what_people_write() -> None:
-    """Every edge_ok prompt, embedded target in float32: what is accepted by ``generate`` is decoded as it does."""
+    """Some of our own, and every prompt of edge_prompts.jsonl where HEADSTART_DATA holds it: as ``generate``."""
     from headstart.infer.embedded import load_target
     from headstart.train.conversations import load_conversations
     from headstart.train.masking import prompt_ids
 
     target, tokenizer = load_target("smollm2", dtype=torch.float32)
-    rows, _ = load_conversations([Path(str(DATA)) / "edge_prompts.jsonl"], trainable=False)
+    chats = [(repr(text[:12]), [{"role": "user", "content": text}]) for text in OWN]
+    if DATA:
+        rows, _ = load_conversations([Path(DATA) / "edge_prompts.jsonl"], trainable=False)
+        chats += [(row.id, row.messages) for row in rows]
     fast = Speculator(target, "prompt-lookup", nodes=8)
-    for row in rows:
-        ids = torch.tensor([prompt_ids(row.messages, tokenizer)])[:, :1500]
+    for name, messages in chats:
+        ids = torch.tensor([prompt_ids(messages, tokenizer)])[:, :1500]
         options: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False, "attention_mask": torch.ones_like(ids)}
-        assert fast.generate(ids, **options).tolist() == target.generate(ids, **options).tolist(), row.id
+        assert fast.generate(ids, **options).tolist() == target.generate(ids, **options).tolist(), name

@@ -126,6 +126,7 @@ def test_ranks_count_the_siblings_before() -> None:
     assert wide.tokens.shape == (1, 10) and wide.valid.sum() == 7 and filled(tree(), 3).tokens.shape == (1, 7)
 
 
+# What it counts, waits of the host for a device, does not happen on a CPU: there is nothing to run there.
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator")
 def test_an_accelerator_waits_once_a_step() -> None:
