@@ -1,6 +1,7 @@
 """The decoding loop; the file to read first.
 
-    prompt[:-1] --prefill--> the drafter sees it; the last prompt token is the first root
+    prompt[:-1] --prefill--> the drafter sees it; the last prompt token is the first root (who guesses without features
+           lets the end of the prompt run together with the first tree)
     loop:  grow a tree of guesses -> verify all of it in ONE forward -> a rule keeps a path -> commit it -> show it to
            the drafter
 
@@ -52,7 +53,7 @@ def decode(
     report = Report()
     clock = Clock(report)
     drafter.start(ids, lengths, ids.shape[1] + max(visit.wanted()))
-    for seen in target.prefill(ids, lengths, known=known):
+    for seen in target.prefill(ids, lengths, known=known, hold=any(visit.wanted())):
         drafter.observe(seen)
     report.prefill_forwards = target.forwards
     clock.lap("prefill")
@@ -62,8 +63,9 @@ def decode(
         tree = pruned(drafter.grow(visit.roots().to(ids.device), budget), budget.room, target.vocab_size)
         clock.lap("draft")
 
+        part = "prefill" if target.held else "verify"
         verified = target.verify(tree)
-        clock.lap("verify")
+        clock.lap(part)
 
         visit.open(tree, verified)
         if walking:
@@ -108,7 +110,7 @@ def _budget(wanted: list[int], target: Target, limits: Limits) -> Budget:
     """Guesses each row may use: one less than the tokens it wants (the last is a bonus), within the positions left."""
     room = [
         max(0, min(w - 1, limits.positions - 1 - at))  # `at` tokens are cached, so the root stands there
-        for w, at in zip(wanted, target.cache.kept, strict=True)
+        for w, at in zip(wanted, target.kept, strict=True)
     ]
     return Budget(limits.nodes, min(limits.depth, max(room)), sent(room, target.cache.lengths.device))
 

@@ -61,13 +61,28 @@ class Target:
         self._device = home(model)
         self._dtype = compute_dtype(model)
         self._keeps_logits: bool = model._supports_logits_to_keep()
+        self._held: Tensor | None = None  # [B, k] end of the prompt that waits for the first tree
         self.cache = TreeCache(0, self._layers, 0, self._device)
 
-    def prefill(self, ids: Tensor, lengths: Tensor, chunk: int = 0, known: Cache | None = None) -> Iterator[Seen]:
+    @property
+    def kept(self) -> list[int]:
+        """Tokens of each row before its root: cached, or waiting to run with the first tree."""
+        return [n + self.held for n in self.cache.kept]
+
+    @property
+    def held(self) -> int:
+        """Tokens of the prompt that wait for the first tree."""
+        return 0 if self._held is None else self._held.shape[1]
+
+    def prefill(
+        self, ids: Tensor, lengths: Tensor, chunk: int = 0, known: Cache | None = None, hold: bool = False
+    ) -> Iterator[Seen]:
         """Caches ``lengths`` - 1 tokens of the left-aligned ids [B, P]; the last one is the first root.
 
         Yields one Seen a chunk of ``chunk`` tokens (0 = a default), features still on the model's device. ``known`` is
-        a stock cache of the first tokens of every row: it is copied in, and those tokens are not run again.
+        a stock cache of the first tokens of every row: it is copied in, and those tokens are not run again. ``hold``
+        lets the last chunk wait for the first tree, to run in one forward with it: for who guesses without features,
+        and where rows are equally long.
         """
         rows, width = ids.shape
         fixed = self._compiled is not None
@@ -76,8 +91,13 @@ class Target:
         chunk = chunk or PREFILL_CHUNK
         if known is not None:
             self.cache.load(known)
+        hold = hold and not fixed and not self.wants and len(set(wanted)) == 1
         for begin in range(self.cache.end, width - 1, chunk):
             size = min(chunk, width - 1 - begin)
+            if hold and begin + size == width - 1:
+                self._held = ids[:, begin : begin + size]
+                yield Seen(ids[:, begin + 1 : begin + 1 + size], torch.full((rows,), size, device=self._device), None)
+                return
             kept = [min(max(n - begin, 0), size) for n in wanted]
             count = torch.tensor(kept, device=self._device)
             fresh = torch.arange(size, device=self._device)
@@ -91,11 +111,26 @@ class Target:
     def verify(self, tree: DraftTree) -> Verified:
         """ONE forward over all nodes, each at its row's own offset and seeing its own ancestors only."""
         n = tree.tokens.shape[1]
+        if self._held is not None:
+            return self._verify_with_prompt(tree, self._held)
         tree = filled(tree, self._nodes) if self._compiled is not None else tree
         depth = torch.where(tree.valid, depths(tree.parents), 0)
         out = self._forward(tree, visible(tree), depth, keep=0, model=self._compiled)
         features = self._features(out)
         return Verified(out.logits[:, :n], None if features is None else features[:, :n])
+
+    def _verify_with_prompt(self, tree: DraftTree, prompt: Tensor) -> Verified:
+        """The same where ``prompt`` [B, k] stands before every root and is not cached yet: it is cached afterwards."""
+        (rows, n), k = tree.tokens.shape, prompt.shape[1]
+        seen = torch.ones(rows, k + n, k + n, dtype=torch.bool, device=prompt.device).tril()
+        seen[:, k:, k:] = visible(tree)
+        fresh = torch.arange(k, device=prompt.device).expand(rows, -1)
+        depth = torch.cat([fresh, k + torch.where(tree.valid, depths(tree.parents), 0)], 1)
+        both = torch.cat([prompt, tree.tokens], 1)
+        out = self._forward(DraftTree(both, both, torch.ones_like(both, dtype=torch.bool)), seen, depth, keep=n)
+        self._held = None
+        self.cache.advance([k] * rows)
+        return Verified(out.logits[:, -n:], None)
 
     def extend(self, tokens: Tensor, seen: Tensor, depth: Tensor) -> Tensor:
         """Logits [B, w, V] of one level more of a tree that grows: nothing of it is kept afterwards.

@@ -91,6 +91,38 @@ def test_prefill_gives_the_features_and_tokens_of_every_position_but_the_last() 
             torch.testing.assert_close(features, expected, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", list(TARGETS))
+@torch.no_grad()
+def test_the_end_of_the_prompt_runs_together_with_the_first_tree(name: str, attention: str) -> None:
+    """One forward for both; afterwards the prompt is cached and the next tree is right too."""
+    model = TARGETS[name]()
+    model.set_attn_implementation(attention)
+    generator = torch.Generator().manual_seed(4)
+    ids = torch.randint(3, VOCAB, (2, 20), generator=generator)
+    target = Target(model)
+    seen = list(target.prefill(ids, torch.tensor([20, 20]), chunk=7, hold=True))
+    assert torch.cat([s.tokens for s in seen], 1).tolist() == ids[:, 1:].tolist()
+    assert (target.forwards, target.held, target.kept, target.cache.kept) == (2, 5, [19, 19], [14, 14])
+    known = [row[:-1].tolist() for row in ids]
+    tree = random_tree(ids[:, -1], 9, generator)
+    check_every_node(model, target, tree, known, 1e-4)
+    assert (target.forwards, target.held, target.kept, target.cache.kept) == (3, 0, [19, 19], [19, 19])
+    path = torch.tensor([[0], [0]])
+    target.commit(Accepted(path, tree.tokens[:, :1], torch.tensor([1, 1])))
+    following = random_tree(torch.tensor([5, 6]), 6, generator)
+    check_every_node(model, target, following, [row.tolist() for row in ids], 1e-4)
+
+
+def test_rows_of_unequal_length_features_and_compiled_targets_hold_nothing() -> None:
+    model, ids = llama(), torch.randint(3, VOCAB, (2, 20))
+    for wants, lengths, compiled in (((), [20, 12], None), ((2,), [20, 20], None), ((), [20, 20], model)):
+        target = Target(model, wants, room=64, compiled=compiled, nodes=4)
+        with torch.no_grad():
+            list(target.prefill(ids, torch.tensor(lengths), hold=True))
+        assert target.held == 0 and target.cache.kept == [n - 1 for n in lengths]
+
+
 @torch.no_grad()
 def test_the_cache_grows_past_its_first_capacity() -> None:
     model = llama(max_position_embeddings=1024)
