@@ -6,11 +6,17 @@ from typing import Any
 
 from headstart.heads.base import Batch, DraftHeads, Losses
 from headstart.heads.config import HeadsConfig
+from headstart.heads.eagle import Eagle
+from headstart.heads.eagle3 import Eagle3
+from headstart.heads.hydra import Hydra
 from headstart.heads.medusa import Medusa
 from headstart.heads.tie import Tie
 
 FAMILIES: dict[str, type[DraftHeads]] = {
     "medusa": Medusa,
+    "hydra": Hydra,
+    "eagle": Eagle,
+    "eagle3": Eagle3,
 }
 """Every family by name: a new one is a file in this folder and a line here."""
 
@@ -31,4 +37,17 @@ def load_heads(source: str, **kwargs: Any) -> DraftHeads:
     return family(config.family).from_pretrained(source, **kwargs)
 
 
-__all__ = ["FAMILIES", "Batch", "DraftHeads", "HeadsConfig", "Losses", "Medusa", "Tie", "family", "load_heads"]
+__all__ = [
+    "FAMILIES",
+    "Batch",
+    "DraftHeads",
+    "Eagle",
+    "Eagle3",
+    "HeadsConfig",
+    "Hydra",
+    "Losses",
+    "Medusa",
+    "Tie",
+    "family",
+    "load_heads",
+]

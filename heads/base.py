@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from headstart.heads.config import HeadsConfig, target_facts
+from headstart.heads.config import HeadsConfig, layer_facts, target_facts
 from headstart.heads.layers import born_nan
 from headstart.heads.losses import DIVERGENCES, acceptance
 from headstart.heads.tie import Tie
@@ -38,7 +38,7 @@ class Batch(NamedTuple):
 class Losses(NamedTuple):
     """Sums, not means: the caller divides by counts taken over all ranks and micro-batches."""
 
-    total: Tensor  # [] weighted sum over supervised predictions, differentiable
+    total: Tensor  # [] weighted sum over supervised predictions, what ``extra`` adds included; differentiable
     loss: Tensor  # [K] unweighted sums per depth
     correct: Tensor  # [K] how often the head's first guess is the target's argmax
     alpha: Tensor  # [K] summed acceptance, sum_v min(p_v, q_v)
@@ -67,6 +67,10 @@ class DraftHeads(PreTrainedModel, ABC):
 
     path_free: ClassVar[bool] = False
     """True where the law at a depth does not depend on the path: one row then stands for a whole level."""
+    options: ClassVar[tuple[str, ...]] = ()
+    """HeadsConfig fields that may be given to ``from_target``, beside ``num_draft_heads``."""
+    attention_layers: ClassVar[int] = 0
+    """Layers of the family's own whose keys and values ``open`` is given a cache for."""
 
     draft_ids: Tensor | None  # [D] int64 ascending target ids the heads can say, None = all
 
@@ -79,12 +83,18 @@ class DraftHeads(PreTrainedModel, ABC):
     # what a family writes: abstract, because there is no sensible default; a family that lacks one cannot be made
 
     @abstractmethod
-    def unroll(self, batch: Batch, tie: Tie) -> Iterator[tuple[Tensor, Tensor]]:
-        """Per depth d: slots [B, M] int64 and hidden [B, M, H] predicting token slot + 2 + d, teacher forced."""
+    def unroll(self, batch: Batch, tie: Tie, depths: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """For d below ``depths``: slots [B, M] int64 and hidden [B, M, H] predicting token slot + 2 + d, teacher
+        forced."""
 
     @abstractmethod
     def open(self, rows: int, room: int, cache: Any) -> Any:
-        """Draft-side state for ``rows`` sequences of at most ``room`` tokens."""
+        """Draft-side state for ``rows`` sequences of at most ``room`` tokens.
+
+        ``cache`` keeps keys and values of ``attention_layers`` layers (None where that is 0): ``begin(width, held)``
+        before a forward, ``update(keys, values, layer)`` in it, ``lengths`` [B] kept. After each ``refresh`` the caller
+        advances it by ``count``, which it knows without asking the device; of what ``level`` writes nothing is kept.
+        """
 
     @abstractmethod
     def refresh(self, features: Tensor, tokens: Tensor, count: Tensor, state: Any, tie: Tie) -> Tensor:
@@ -101,6 +111,26 @@ class DraftHeads(PreTrainedModel, ABC):
     def start_from(self, tie: Tie) -> None:
         """Weights that begin as the target's; called once for fresh heads, after ``draft_ids`` is set."""
 
+    def extra(self, batch: Batch, depth: int, slots: Tensor, hidden: Tensor) -> Tensor:
+        """[] sum over the supervised slots [B, M] of a depth of what a family learns beside the law (EAGLE-1: the
+        feature itself), from hidden [B, M, H]; ``regression`` of ``forward`` times that is added to the loss. Raises
+        ValueError for families that have nothing of the kind."""
+        raise ValueError(f"{self.config.family} heads regress nothing: set loss.regression to 0")
+
+    @property
+    def trained_depths(self) -> int:
+        """Depths that ``unroll`` has; a recurrent family may draft deeper than it is trained."""
+        return self.config.num_draft_heads
+
+    def embed(self, tokens: Tensor, tie: Tie) -> Tensor:
+        """[...] -> [..., Ht]: the target's frozen embedding where the heads are and in their precision."""
+        return tie.embed(tokens).detach().to(self.device, self.dtype)
+
+    def output_rows(self, tie: Tie) -> Tensor:
+        """The target's output rows for what the heads can say, [D, Ht] float32."""
+        rows = tie.weight.detach()
+        return (rows if self.draft_ids is None else rows[self.draft_ids.to(rows.device)]).float()
+
     def fit(self, batches: Iterable[Batch], tie: Tie) -> bool:
         """A better start solved in closed form from some batches, before the first step; False where there is none."""
         return False
@@ -114,23 +144,27 @@ class DraftHeads(PreTrainedModel, ABC):
         ``draft_ids`` [D] ascending target ids limits what the heads can say; ``options`` are HeadsConfig fields.
         """
         facts = target_facts(target.config) | {"family": cls.family_name()}
-        known = {"features", "num_draft_heads", "num_draft_layers"}
+        known = {"num_draft_heads", *cls.options}
         unknown = sorted(set(options) - known)
         if unknown:
-            raise ValueError(f"unknown head options {unknown}; known are {sorted(known)}")
-        tie, size = Tie.of(target), None
+            raise ValueError(f"unknown options {unknown} of {facts['family']} heads; known are {sorted(known)}")
+        tie = Tie.of(target)
         if draft_ids is not None:
             check_draft_ids(draft_ids, facts["target_vocab_size"])
-            size = draft_ids.numel()
-        config = HeadsConfig(**(facts | {"draft_vocab_size": size} | cls.defaults(facts) | options))
+            facts["draft_vocab_size"] = draft_ids.numel()
+        facts |= cls.defaults(facts) | options
+        if cls.attention_layers:
+            facts["layer"] = layer_facts(target.config, options.get("layer"))
+        config = HeadsConfig(**cls.settle(facts))
         config.target_fingerprint = fingerprint(tie)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             heads = cls(config)
-        if draft_ids is not None:
-            heads.draft_ids = draft_ids.clone()
-        nn.Module.to(heads, device=tie.weight.device, dtype=torch.float32)
-        heads.start_from(tie)
+            if draft_ids is not None:
+                heads.draft_ids = draft_ids.clone()
+            nn.Module.to(heads, dtype=torch.float32)
+            heads.start_from(tie)
+        nn.Module.to(heads, device=tie.weight.device)
         return heads
 
     @classmethod
@@ -142,6 +176,11 @@ class DraftHeads(PreTrainedModel, ABC):
     def defaults(cls, facts: dict[str, Any]) -> dict[str, Any]:
         """HeadsConfig fields that follow from the target's facts."""
         return {"features": [facts["target_num_layers"]]}
+
+    @classmethod
+    def settle(cls, facts: dict[str, Any]) -> dict[str, Any]:
+        """The HeadsConfig fields asked for, checked. Raises ValueError for a combination the family cannot be made of."""
+        return facts
 
     @classmethod
     def from_pretrained(cls, source: str, *args: Any, **kwargs: Any) -> DraftHeads:  # type: ignore[override]
@@ -190,16 +229,30 @@ class DraftHeads(PreTrainedModel, ABC):
 
     # the loss -------------------------------------------------------------------------------------------------------
 
-    def count(self, supervised: Tensor, document: Tensor) -> Tensor:
+    def count(self, supervised: Tensor, document: Tensor, depths: int | None = None) -> Tensor:
         """Supervised predictions per depth [K] int64, from [B, T] masks alone: known before any forward."""
-        depths = range(self.config.num_draft_heads)
-        return torch.stack([predictions(supervised, document, d).sum() for d in depths])
+        depths = self.trained_depths if depths is None else depths
+        return torch.stack([predictions(supervised, document, d).sum() for d in range(depths)])
 
-    def forward(self, batch: Batch, tie: Tie, *, weights: Sequence[float], divergence: str = "soft_ce") -> Losses:
-        """The training loss: unroll, supervised slots, chunks of rows, divergences. ``weights`` [K], one a depth."""
+    def forward(
+        self,
+        batch: Batch,
+        tie: Tie,
+        *,
+        weights: Sequence[float],
+        divergence: str = "soft_ce",
+        regression: float = 0.0,
+    ) -> Losses:
+        """The training loss: unroll, supervised slots, chunks of rows, divergences.
+
+        ``weights`` [K] one a depth: a recurrent family unrolls as many; ``divergence`` a key of DIVERGENCES;
+        ``regression`` the weight of ``extra``.
+        """
+        if not 0 < len(weights) <= self.trained_depths:
+            raise ValueError(f"{len(weights)} depth weights for heads that are trained on {self.trained_depths} depths")
         if not torch.is_autocast_enabled(batch.features.device.type):
             batch = batch._replace(features=batch.features.to(self.dtype))
-        depths = list(self.unroll(batch, tie))
+        depths = list(self.unroll(batch, tie, len(weights)))
         tables = [slot_table(slots, batch.tokens.shape[1]) for slots, _ in depths]
         masks = [predictions(batch.supervised, batch.document, d) for d in range(len(depths))]
         rows = torch.stack(masks).any(0).flatten().nonzero().squeeze(1)  # [R] flat positions s that someone predicts
@@ -216,7 +269,11 @@ class DraftHeads(PreTrainedModel, ABC):
         loss, correct, alpha = torch.stack(sums).sum(0)  # each [K]
         weight = torch.tensor(list(weights), dtype=loss.dtype, device=loss.device)
         count = torch.stack([m.sum() for m in masks])
-        return Losses((loss * weight).sum(), loss.detach(), correct.detach(), alpha.detach(), count)
+        total = (loss * weight).sum()
+        if regression:
+            more = [self.extra(batch, d, slots, hidden) for d, (slots, hidden) in enumerate(depths)]
+            total = total + regression * (torch.stack(more) * weight).sum()
+        return Losses(total, loss.detach(), correct.detach(), alpha.detach(), count)
 
     def _rows(self, rows: Tensor, batch: Batch, per_depth: list[Any], tie: Tie, divergence: str) -> Tensor:
         """Sums [3, K] of loss, correct guesses and acceptance over the predicted flat positions ``rows`` [R]."""

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedConfig
+from transformers.activations import ACT2FN
 
 FORMAT_VERSION = 1  # raised when a folder written before can no longer be read as it stands
 
@@ -38,6 +39,25 @@ class HeadsConfig(PreTrainedConfig):
     """Depth of the drafts: tokens guessed after the root."""
     num_draft_layers: int = 1
     """Residual blocks per head (Medusa, Hydra)."""
+    layer: dict[str, Any] | None = None
+    """Sizes of the draft's own decoder layer, named as in a Llama config (EAGLE, Hydra with prefix attention)."""
+    unroll: int = 1
+    """Steps on its own output that a recurrent family is trained for (EAGLE-3's training-time test); it may draft
+    deeper."""
+    fc_norm: bool = False
+    """EAGLE-3.1: a norm of its own for each feature stream before they are fused."""
+    norm_output: bool = False
+    """EAGLE-3.1: the next step is fed the output after the final norm, not before it."""
+    norm_before_residual: bool = False
+    """EAGLE-3: the residual is the fused feature after its norm (the speculators variant)."""
+    residual_last: bool = False
+    """EAGLE-3: what is fused is added to the target's last hidden state, which is then the last of ``features``."""
+    embedding_path: bool = False
+    """EAGLE-3: a matrix of its own carries the next token's embedding into the residual."""
+    prefix_attention: bool = False
+    """Hydra++: a decoder layer over the whole prefix stands before the heads."""
+    dropout: float = 0.0
+    """Hydra++: share of a block's output dropped in training."""
 
     def check_format(self) -> None:
         """Raises ValueError where this folder was written by a release this one cannot follow."""
@@ -46,6 +66,61 @@ class HeadsConfig(PreTrainedConfig):
                 f"these heads have format version {self.format_version}, this release reads up to {FORMAT_VERSION}: "
                 "upgrade with `pip install -U headstart-llm`"
             )
+
+
+ROPE_KINDS = ("default", "linear", "llama3", "yarn", "proportional")
+"""Rotary scalings that look the same for every length of the text, so that cached keys stay right."""
+
+
+def layer_facts(target_config: PreTrainedConfig, changes: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Sizes of a Llama layer like the target's, from any Hugging Face causal LM config; ``changes`` replace some.
+
+    Raises ValueError naming what cannot be mirrored. A target that turns only a part of each head, or none of it (GPT-2),
+    gets a draft layer that turns all of it: the draft learns its own attention.
+    """
+    text = target_config.get_text_config(decoder=True)
+    hidden, heads = int(text.hidden_size), _number(text, "num_attention_heads")
+    rope = getattr(text, "rope_parameters", None) or {}
+    rope = dict(rope.get("full_attention") or next((r for r in rope.values() if isinstance(r, dict)), rope))
+    rope.pop("partial_rotary_factor", None)
+    kind, activation = rope.get("rope_type", "default"), _first(text, ("hidden_act", "hidden_activation"), "silu")
+    facts = {
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": _number(text, "num_key_value_heads", heads),
+        "head_dim": _number(text, "head_dim", hidden // heads),
+        "intermediate_size": _number(text, "intermediate_size", 4 * hidden),
+        "hidden_act": _first(text, ("activation_function",), activation),
+        "rms_norm_eps": _first(text, ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps"), 1e-6),
+        "max_position_embeddings": int(getattr(text, "max_position_embeddings", None) or 2048),
+        "rope_parameters": {"rope_theta": 10000.0} | rope | {"rope_type": kind},
+    }
+    unknown = sorted(set(changes or {}) - set(facts))
+    if unknown:
+        raise ValueError(f"unknown layer sizes {unknown}; known are {sorted(facts)}")
+    facts |= changes or {}
+    kind = facts["rope_parameters"].get("rope_type")
+    if kind not in ROPE_KINDS:
+        raise ValueError(
+            f"rotary scaling {kind!r} depends on the length of the text and cannot be mirrored in a draft layer; give "
+            f"layer.rope_parameters of one of the kinds {', '.join(ROPE_KINDS)}"
+        )
+    if facts["hidden_act"] not in ACT2FN:
+        raise ValueError(f"activation {facts['hidden_act']!r} cannot be mirrored: give layer.hidden_act, such as silu")
+    return facts
+
+
+def _first(text: Any, names: tuple[str, ...], otherwise: Any) -> Any:
+    return next((v for v in (getattr(text, name, None) for name in names) if v is not None), otherwise)
+
+
+def _number(text: Any, name: str, otherwise: int | None = None) -> int:
+    """A size of the target. Raises ValueError where it differs by layer or is missing."""
+    value = getattr(text, name, None)
+    value = otherwise if value is None else value
+    if not isinstance(value, int):
+        raise ValueError(f"the target says {name}={value!r}; a number was expected: give layer.{name}")
+    return value
 
 
 def target_facts(target_config: PreTrainedConfig) -> dict[str, Any]:

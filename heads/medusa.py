@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from headstart.heads.base import Batch, DraftHeads, predictions
 from headstart.heads.config import HeadsConfig
 from headstart.heads.layers import ResBlock, stack
+from headstart.heads.solve import LeastSquares
 from headstart.heads.tie import Tie
-
-RIDGE = 0.003  # of the mean feature power: the best of 0.001 to 1 on held-out answers of SmolLM2-135M
 
 
 @dataclass
@@ -32,6 +31,7 @@ class Medusa(DraftHeads):
     """B rows, M slots, F = H target hidden size, D draft vocabulary, K heads."""
 
     path_free: ClassVar[bool] = True
+    options: ClassVar[tuple[str, ...]] = ("features", "num_draft_layers")
 
     def __init__(self, config: HeadsConfig) -> None:
         super().__init__(config)
@@ -47,8 +47,7 @@ class Medusa(DraftHeads):
             if isinstance(block, ResBlock):
                 block.reset()
         if self.outputs is not None:
-            assert self.draft_ids is not None
-            rows = tie.weight.detach()[self.draft_ids.to(tie.weight.device)].float()
+            rows = self.output_rows(tie)
             with torch.no_grad():
                 for output in self.outputs:
                     output.get_parameter("weight").copy_(rows)
@@ -58,33 +57,25 @@ class Medusa(DraftHeads):
         """Each head's output becomes the target's rows after a least-squares map from the feature at a slot to the
         target's last hidden state 1 + d positions on: what a linear head can know, without a step of descent.
 
-        Works with a draft vocabulary only: the target's own output cannot take the map in. Ridge 0.003 of the mean
-        feature power; sums in float64.
+        Works with a draft vocabulary only: the target's own output cannot take the map in.
         """
         if self.outputs is None:
             return False
-        width, heads = self.config.target_hidden_size, len(self.outputs)
-        power = torch.zeros(heads, width, width, dtype=torch.float64, device=tie.weight.device)
-        cross = torch.zeros_like(power)
+        solvers = [LeastSquares() for _ in self.outputs]
         for batch in batches:
-            features, last = batch.features.flatten(0, 1).double(), batch.last.flatten(0, 1).double()
-            for d in range(heads):
+            features, last = batch.features.flatten(0, 1), batch.last.flatten(0, 1)
+            for d, solver in enumerate(solvers):
                 label = predictions(batch.supervised, batch.document, d).flatten().nonzero().squeeze(1)
-                x, y = features[label - 2 - d], last[label - 1]
-                power[d] += x.T @ x
-                cross[d] += x.T @ y
-        ridge = RIDGE * power.diagonal(dim1=1, dim2=2).mean(1).clamp(min=1e-12)
-        maps = torch.linalg.solve(power + torch.diag_embed(ridge[:, None].expand(-1, width)), cross)  # [K, H, H]
-        assert self.draft_ids is not None
-        rows = tie.weight[self.draft_ids.to(tie.weight.device)].double()
-        for output, forward in zip(self.outputs, maps, strict=True):
-            output.get_parameter("weight").copy_(rows @ forward.T)
+                solver.add(features[label - 2 - d], last[label - 1])
+        rows = self.output_rows(tie).double()
+        for output, solver in zip(self.outputs, solvers, strict=True):
+            output.get_parameter("weight").copy_(rows @ solver.solve().T)
         return True
 
-    def unroll(self, batch: Batch, tie: Tie) -> Iterator[tuple[Tensor, Tensor]]:
+    def unroll(self, batch: Batch, tie: Tie, depths: int) -> Iterator[tuple[Tensor, Tensor]]:
         """One depth a head, all of them over every slot: [B, T] and [B, T, H]."""
         slots = torch.arange(batch.tokens.shape[1], device=batch.tokens.device).expand_as(batch.tokens)
-        for block in self.blocks:
+        for block in self.blocks[:depths]:
             yield slots, block(batch.features)
 
     def open(self, rows: int, room: int, cache: Any) -> MedusaState:

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from headstart.heads import DraftHeads, Tie
+from headstart.infer.cache import TreeCache
 from headstart.infer.grow import Budget, Children, Sampling, Shape, best_first, offered, static
 from headstart.infer.target import Seen
 from headstart.infer.tree import DraftTree, root_only
@@ -73,11 +74,13 @@ class HeadsDrafter:
             self.branch = max(self.branch, 1 + max(self.shape.ranks))
         self._state: Any = None
         self._root: Tensor | None = None  # [B, 1, H]
-        self._level: Tensor | None = None
+        self._cache: TreeCache | None = None
 
     def start(self, ids: Tensor, lengths: Tensor, room: int) -> None:
         """A fresh draft-side state for ids [B, P]."""
-        self._state = self.heads.open(ids.shape[0], room, None)
+        layers = self.heads.attention_layers
+        self._cache = TreeCache(ids.shape[0], layers, room, self.heads.device) if layers else None
+        self._state = self.heads.open(ids.shape[0], room, self._cache)
 
     def observe(self, seen: Seen) -> None:
         """Committed features [B, k, F] into the heads' state."""
@@ -85,6 +88,8 @@ class HeadsDrafter:
         features = seen.features.to(self.heads.device, self.heads.dtype)
         tokens, count = (x.to(self.heads.device, non_blocking=True) for x in (seen.tokens, seen.count))
         self._root = self.heads.refresh(features, tokens, count, self._state, self.tie)
+        if self._cache is not None:
+            self._cache.advance(seen.count.tolist())  # of a step on the CPU: nothing waits
 
     def grow(self, root: Tensor, budget: Budget) -> DraftTree:
         """A tree below root [B]; only the root where nothing was seen yet (a prompt of one token)."""

@@ -1,6 +1,6 @@
 """DraftModel: a second, smaller causal LM with the same tokenizer as a source of guesses, in chains or trees.
 
-Legend: B rows, k new tokens of a row, w frontier, m nodes grown so far, V target vocabulary.
+Legend: B rows, k new tokens of a row, w frontier, V target vocabulary.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headstart.heads.attention import Branches
 from headstart.infer.checks import check_target
 from headstart.infer.grow import Budget, Children, Sampling, best_first, offered
 from headstart.infer.probe import check_model
@@ -79,9 +80,7 @@ class ModelDrafter:
         self._fresh: list[list[int]] = []  # tokens of each row the draft model has not seen; the root is the last
         self._lengths: list[int] = []
         self._laws: Tensor | None = None  # [B, 1, V] at the root
-        self._seen: Tensor | None = None  # [B, m, m] of the tree that grows
-        self._depth: list[int] = []  # of its nodes
-        self._frontier: Tensor | None = None  # [B, w] where the last level stands among them
+        self._branches = Branches()  # of the tree that grows
 
     def start(self, ids: Tensor, lengths: Tensor, room: int) -> None:
         """The prompt [B, P] into the draft model's cache, all but the root."""
@@ -120,7 +119,7 @@ class ModelDrafter:
         self._draft.cache.advance([len(row) for row in self._fresh])
         self._lengths = self._draft.cache.kept
         self._fresh = [[] for _ in self._fresh]
-        self._seen, self._depth, self._frontier = None, [], None
+        self._branches = Branches()
 
     def _expand(self, tokens: Tensor, above: Tensor, depth: int) -> Children:
         """Children of the frontier [B, w]: for depth 0 from the root's law, else from one forward over the level."""
@@ -135,20 +134,8 @@ class ModelDrafter:
 
         The root is committed, so a node of depth 1 stands right at each row's end.
         """
-        rows, w = tokens.shape
-        m = len(self._depth)
-        eye = torch.eye(w, dtype=torch.bool, device=tokens.device).expand(rows, -1, -1)
-        if self._seen is None or self._frontier is None:
-            old, seen = tokens.new_zeros(rows, 0, w).bool(), eye
-        else:
-            parent = self._frontier.gather(1, above)  # [B, w] in 0..m-1
-            line = self._seen.gather(1, parent[:, :, None].expand(-1, -1, m))  # [B, w, m]
-            seen = torch.cat([line, eye], 2)
-            old = torch.cat([self._seen, self._seen.new_zeros(rows, m, w)], 2)
-        self._depth += [depth - 1] * w
-        self._seen = seen if m == 0 else torch.cat([old, seen], 1)  # [B, m + w, m + w]
-        self._frontier = torch.arange(m, m + w, device=tokens.device).expand(rows, -1)
-        depths = torch.tensor(self._depth, device=tokens.device).expand(rows, -1)
+        seen = self._branches.add(above, depth - 1)
+        depths = torch.tensor(self._branches.depth, device=tokens.device).expand(tokens.shape[0], -1)
         return self._draft.extend(tokens, seen, depths)
 
 

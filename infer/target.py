@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from headstart.heads.attention import tree_mask
 from headstart.infer.accept import Accepted
 from headstart.infer.cache import TreeCache
 from headstart.infer.tree import DraftTree, depths, filled, visible
@@ -217,33 +218,3 @@ def attention_windows(config: Any) -> dict[str, int | None]:
             f"a target whose layers are of the kinds {', '.join(known)} is needed"
         )
     return {kind: known[kind] for kind in sorted(set(kinds))}
-
-
-def tree_mask(
-    seen: Tensor,
-    depth: Tensor,
-    lengths: Tensor,
-    slots: int,
-    window: int | None,
-    dtype: torch.dtype,
-    chunks: bool = False,
-) -> Tensor:
-    """Additive float mask [B, 1, n, S]: 0 where a node may look, the dtype's minimum elsewhere.
-
-    ``seen`` [B, n, m] which of the m tree nodes the last n of them see, ``depth`` [B, m], ``lengths`` [B] committed
-    tokens. A window compares *positions*: siblings stand in later slots than their depth; with ``chunks`` it is the
-    size of chunks the text is cut into. Never bool: eager attention adds a bool mask.
-    """
-    batch, n, m = seen.shape
-    slot = torch.arange(slots, device=seen.device)
-    past = slot < lengths[:, None]  # [B, S]
-    place = (slot - lengths[:, None]).clamp(min=0, max=m - 1)  # [B, S] tree node standing in a slot
-    fresh = (slot >= lengths[:, None]) & (slot < lengths[:, None] + m)
-    allowed = seen.gather(2, place[:, None].expand(-1, n, -1)) & fresh[:, None] | past[:, None]
-    if window is not None:
-        position = torch.where(past, slot, lengths[:, None] + depth.gather(1, place))
-        own = lengths[:, None] + depth[:, -n:]
-        far = own[:, :, None] % window + 1 if chunks else window  # [B, n, 1] positions in view, its own among them
-        allowed = allowed & (own[:, :, None] - position[:, None] < far)
-    mask = torch.zeros(batch, n, slots, dtype=dtype, device=seen.device)
-    return mask.masked_fill_(~allowed, torch.finfo(dtype).min)[:, None]

@@ -29,7 +29,8 @@ from transformers import (
 
 from headstart.infer import checks
 from headstart.infer.speculator import Speculator
-from headstart.infer.target import compute_dtype, tree_mask
+from headstart.heads.attention import tree_mask
+from headstart.infer.target import compute_dtype
 from tests.drafters import SOURCES, replay
 from tests.toys import SIZES, VOCAB, llama
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from headstart.infer.accept import Accepted
 from headstart.infer.probe import check_model
-from headstart.infer.target import Target, attention_windows, tree_mask
+from headstart.heads.attention import tree_mask
+from headstart.infer.target import Target, attention_windows
 from headstart.infer.tree import DraftTree, path_to
 from tests.reference import path_of, random_parents, sequential_logits
 from tests.toys import TARGETS, VOCAB, llama
