@@ -29,7 +29,7 @@ def tree_mask(
     tokens. A window compares *positions*: siblings stand in later slots than their depth; with ``chunks`` it is the
     size of chunks the text is cut into. Never bool: eager attention adds a bool mask.
     """
-    batch, n, m = seen.shape
+    n, m = seen.shape[1:]
     slot = torch.arange(slots, device=seen.device)
     past = slot < lengths[:, None]  # [B, S]
     place = (slot - lengths[:, None]).clamp(min=0, max=m - 1)  # [B, S] tree node standing in a slot
@@ -78,7 +78,7 @@ class Branches:
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """[B, h, n, c] turned by its positions' cos and sin [B, n, c]."""
     cos, sin = cos[:, None].to(x.dtype), sin[:, None].to(x.dtype)
-    turned: Tensor = x * cos + rotate_half(x) * sin  # type: ignore[no-untyped-call]
+    turned: Tensor = x * cos + rotate_half(x) * sin
     return turned
 
 

@@ -179,7 +179,7 @@ class DraftHeads(PreTrainedModel, ABC):
 
     @classmethod
     def settle(cls, facts: dict[str, Any]) -> dict[str, Any]:
-        """The HeadsConfig fields asked for, checked. Raises ValueError for a combination the family cannot be made of."""
+        """The HeadsConfig fields asked for, checked. Raises ValueError for what the family cannot be made of."""
         return facts
 
     @classmethod

@@ -75,8 +75,8 @@ ROPE_KINDS = ("default", "linear", "llama3", "yarn", "proportional")
 def layer_facts(target_config: PreTrainedConfig, changes: dict[str, Any] | None = None) -> dict[str, Any]:
     """Sizes of a Llama layer like the target's, from any Hugging Face causal LM config; ``changes`` replace some.
 
-    Raises ValueError naming what cannot be mirrored. A target that turns only a part of each head, or none of it (GPT-2),
-    gets a draft layer that turns all of it: the draft learns its own attention.
+    Raises ValueError naming what cannot be mirrored. A target whose rotary positions turn only a part of each head, or
+    that has none (GPT-2), gets a draft layer that turns all of it: the draft learns its own attention.
     """
     text = target_config.get_text_config(decoder=True)
     hidden, heads = int(text.hidden_size), _number(text, "num_attention_heads")

@@ -140,7 +140,7 @@ class Eagle3(RecurrentHeads):
     def _streams(self, features: Tensor) -> Tensor:
         """[..., A * Ht (+ Ht)] -> what fc reads [..., A * Ht]."""
         width = self.config.target_hidden_size
-        parts = features.split(width, -1)[: self.streams]
+        parts: tuple[Tensor, ...] = torch.split(features, width, -1)[: self.streams]
         if self.fc_norm is not None:
             parts = tuple(norm(part) for norm, part in zip(self.fc_norm, parts, strict=True))
         return torch.cat(parts, -1)
@@ -162,6 +162,6 @@ def check_layers(ids: list[int], layers: int) -> None:
     wrong = [i for i in ids if not isinstance(i, int) or not 0 <= i < layers]
     if not ids or wrong or len(set(ids)) != len(ids):
         raise ValueError(
-            f"features {ids}: distinct layers in 0..{layers - 1} were expected (i = what enters layer i, counted from 0; "
+            f"features {ids}: distinct layers in 0..{layers - 1} were expected (i = what enters layer i, the first is 0; "
             f"the default for {layers} layers is {default_layers(layers)})"
         )

@@ -1,7 +1,7 @@
 """Hydra and Hydra++ (Ankner et al., arXiv 2402.05109): Medusa heads that also read the tokens guessed before them.
 
-Hydra++ is four blocks a head with dropout, a decoder layer over the whole prefix before the heads (``prefix_attention``)
-and the target's law as the only teacher, which is how all heads are trained here.
+Hydra++ is four blocks a head with dropout, a decoder layer over the whole prefix before the heads
+(``prefix_attention``), and the target's law as the only teacher, which is how all heads are trained here.
 
 Legend: B rows, T tokens, k tokens of a step, w frontier, d depth, H target hidden size, D draft vocabulary, K heads.
 """

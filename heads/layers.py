@@ -60,7 +60,7 @@ class Rotary:
         device = positions.device
         if device not in self._tables:
             with torch.device(device):
-                self._tables[device] = LlamaRotaryEmbedding(LlamaConfig(**self._facts))  # type: ignore[no-untyped-call]
+                self._tables[device] = LlamaRotaryEmbedding(LlamaConfig(**self._facts))
         like = torch.empty(0, dtype=torch.float32, device=device)
         cos, sin = self._tables[device](like, positions)
         return cos, sin
@@ -109,7 +109,7 @@ class DecoderLayer(nn.Module):
         return out
 
     def _apart(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self._channels)).transpose(1, 2)
+        return x.view(*x.shape[:-1], -1, self._channels).transpose(1, 2)
 
     def cached(self, x: Tensor, residual: Tensor, seen: Tensor, depth: Tensor, cache: Any, index: int = 0) -> Tensor:
         """One forward over the last n of m nodes past each row's end: their keys and values go into ``cache``.

@@ -51,8 +51,7 @@ class RecurrentHeads(DraftHeads):
 
     @abstractmethod
     def mix(self, hidden: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
-        """Hidden [B, k, H] and the next token's embedding [B, k, Ht] -> what attention reads [B, k, W], and the residual
-        [B, k, H]."""
+        """Hidden [B, k, H] and next embedding [B, k, Ht] -> what attention reads [B, k, W], residual [B, k, H]."""
 
     def leave(self, out: Tensor) -> Tensor:
         """The layer's output [B, k, H] -> the hidden that the next step and ``logits`` are given."""

@@ -29,4 +29,5 @@ class LeastSquares:
         assert self._power is not None and self._cross is not None
         weight = ridge * self._power.diagonal().mean().clamp(min=1e-12)
         eye = torch.eye(self._power.shape[0], dtype=torch.float64, device=self._power.device)
-        return torch.linalg.solve(self._power + weight * eye, self._cross)
+        found: Tensor = torch.linalg.solve(self._power + weight * eye, self._cross)
+        return found
