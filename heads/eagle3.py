@@ -162,6 +162,6 @@ def check_layers(ids: list[int], layers: int) -> None:
     wrong = [i for i in ids if not isinstance(i, int) or not 0 <= i < layers]
     if not ids or wrong or len(set(ids)) != len(ids):
         raise ValueError(
-            f"features {ids}: distinct layers in 0..{layers - 1} were expected (i = what enters layer i, the first is 0; "
+            f"features {ids}: distinct layers in 0..{layers - 1} were expected (i = what enters layer i, from 0; "
             f"the default for {layers} layers is {default_layers(layers)})"
         )

@@ -31,4 +31,22 @@ def acceptance(p: Tensor, logits: Tensor) -> Tensor:
     return torch.minimum(p.float(), torch.softmax(logits.float(), dim=-1)).sum(-1)
 
 
-DIVERGENCES: dict[str, Divergence] = {"soft_ce": soft_cross_entropy, "kl": forward_kl}
+def acceptance_loss(p: Tensor, logits: Tensor) -> Tensor:
+    """-log alpha: what sampling accepts, and nothing else. [R] float32."""
+    return -torch.log(acceptance(p, logits).clamp(min=1e-6))
+
+
+def hybrid(p: Tensor, logits: Tensor, eta: float = 3.0) -> Tensor:
+    """lambda KL + (1 - lambda) (1 - alpha) with lambda = exp(-eta alpha), not differentiated: far from the target the
+    KL pulls, near it acceptance itself counts (LK, eta as published). [R] float32."""
+    alpha = acceptance(p, logits)
+    weight = torch.exp(-eta * alpha.detach())
+    return weight * forward_kl(p, logits) + (1 - weight) * (1 - alpha)
+
+
+DIVERGENCES: dict[str, Divergence] = {
+    "soft_ce": soft_cross_entropy,
+    "kl": forward_kl,
+    "lk_alpha": acceptance_loss,
+    "lk": hybrid,
+}

@@ -92,7 +92,7 @@ def read_data(recipe: Recipe, target: Any, tokenizer: Any, tracker: Tracker) -> 
 
 def make_heads(recipe: Recipe, target: Any, rows: Sequence[Masked], tracker: Tracker) -> DraftHeads:
     """Fresh heads of the recipe's family, with a draft vocabulary counted on the training answers."""
-    options = recipe.heads.model_dump(exclude={"family", "draft_vocab_size"})
+    options = recipe.heads.model_dump(exclude={"family", "draft_vocab_size"}, exclude_none=True)
     chosen = None
     if recipe.heads.draft_vocab_size is not None:
         counts = count_tokens(rows, target.config.get_text_config(decoder=True).vocab_size)
@@ -133,7 +133,9 @@ def train_heads(
         clip=optim.clip,
         accumulation=optim.accumulation,
         divergence=recipe.loss.divergence,
-        weights=tuple(recipe.loss.depth_decay**d for d in range(recipe.heads.num_draft_heads)),
+        weights=tuple(recipe.loss.depth_decay**d for d in range(heads.trained_depths)),
+        depths=tuple(recipe.loss.depths),
+        regression=recipe.loss.regression,
         log_every=every.log,
         evaluate_every=every.evaluate,
         save_every=every.save,

@@ -51,6 +51,8 @@ class Plan:
     keep: int
     fit_batches: int = 0  # micro-batches whose features give the heads a start in closed form
     remember: bool = False  # keep the target's features in memory for later epochs
+    depths: tuple[tuple[float, int], ...] = ((0.0, 1 << 10),)  # from which share of the run how many are unrolled
+    regression: float = 0.0
 
 
 class Progress(NamedTuple):
@@ -68,6 +70,12 @@ def learning_rate(step: int, plan: Plan) -> float:
     left = (plan.steps - step) / max(1, plan.steps - warm)
     fall = {"cosine": 0.5 * (1 - math.cos(math.pi * left)), "linear": left, "constant": 1.0}
     return plan.lr * fall[plan.schedule]
+
+
+def weights_at(step: int, plan: Plan) -> tuple[float, ...]:
+    """Weights of the depths that optimizer step ``step`` unrolls."""
+    most = [depths for share, depths in plan.depths if step >= share * plan.steps][-1]
+    return plan.weights[:most]
 
 
 def train(
@@ -112,14 +120,15 @@ def train(
         # a whole window, and what there is to learn in it on all ranks: every rank decides alike
         places = _micro_batches(step, plan, accelerator)
         window = [features(stream[i]) for i in places]
-        count, bad, rows = _agree(window, heads, accelerator)
+        weights = weights_at(step, plan)
+        count, bad, rows = _agree(window, heads, len(weights), accelerator)
         meter.bad += bad
         poor = poor + 1 if count == 0 or 2 * bad > rows else 0
         _give_up_after(poor, bad)
 
         # forward is the loss, backward, clip, step
         rate = learning_rate(step, plan)
-        if count and _descend(accelerator, model, optimizer, tie, window, plan, count, rate, meter):
+        if count and _descend(accelerator, model, optimizer, tie, window, plan, weights, count, rate, meter):
             trained += 1
         else:
             meter.skipped += 1
@@ -148,6 +157,7 @@ def _descend(
     tie: Tie,
     window: Sequence[Online],
     plan: Plan,
+    weights: tuple[float, ...],
     count: int,
     rate: float,
     meter: Meter,
@@ -163,7 +173,7 @@ def _descend(
     finite = True
     for part in window:
         with accelerator.accumulate(model):
-            losses = model(part.batch, tie, weights=plan.weights, divergence=plan.divergence)
+            losses = model(part.batch, tie, weights=weights, divergence=plan.divergence, regression=plan.regression)
             accelerator.backward(losses.total * scale)
             if accelerator.sync_gradients:
                 norm = float(accelerator.clip_grad_norm_(model.parameters(), plan.clip))
@@ -202,7 +212,7 @@ class Meter:
     def add(self, losses: Any, part: Online) -> None:
         """One micro-batch."""
         rows = (losses.loss, losses.correct, losses.alpha, losses.count)
-        self.sums += torch.stack([x.detach().double().cpu() for x in rows])
+        self.sums[:, : len(losses.count)] += torch.stack([x.detach().double().cpu() for x in rows])
         self.tokens += float((part.batch.document >= 0).sum())
 
     def read(self, accelerator: Accelerator) -> dict[str, float]:
@@ -232,9 +242,9 @@ def _micro_batches(step: int, plan: Plan, accelerator: Accelerator) -> list[int]
     return [first + i * world + accelerator.process_index for i in range(plan.accumulation)]
 
 
-def _agree(window: Sequence[Online], heads: DraftHeads, accelerator: Accelerator) -> tuple[int, int, int]:
+def _agree(window: Sequence[Online], heads: DraftHeads, depths: int, accelerator: Accelerator) -> tuple[int, int, int]:
     """Supervised predictions, rows left out and rows in all in this window over all ranks."""
-    counts = [int(heads.count(part.batch.supervised, part.batch.document).sum()) for part in window]
+    counts = [int(heads.count(part.batch.supervised, part.batch.document, depths).sum()) for part in window]
     bad = [row for part in window for row in part.bad]
     if bad:
         logger.warning("rows %s of the training set are left out: their hidden states are not finite", bad)

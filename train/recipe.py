@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 
 class Part(BaseModel):
@@ -27,8 +27,28 @@ class HeadsPart(Part):
     """Key of ``headstart.heads.FAMILIES``."""
     num_draft_heads: int = Field(default=4, ge=1)
     """Guesses after the root on the longest path."""
-    num_draft_layers: int = Field(default=1, ge=1)
-    """Residual blocks a head."""
+    num_draft_layers: int | None = Field(default=None, ge=1)
+    """Residual blocks a head (Medusa, Hydra)."""
+    features: list[int] | None = None
+    """Layers the heads read, as hidden_states indices; null = what the family is published with."""
+    layer: dict[str, Any] | None = None
+    """Sizes of the draft's decoder layer that differ from the target's, named as in a Llama config (EAGLE, Hydra)."""
+    unroll: int | None = Field(default=None, ge=1)
+    """Steps on their own output that EAGLE heads are trained for."""
+    fc_norm: bool | None = None
+    """EAGLE-3.1: a norm for each feature stream."""
+    norm_output: bool | None = None
+    """EAGLE-3.1: the next step reads the output after its norm."""
+    norm_before_residual: bool | None = None
+    """EAGLE-3: the residual goes on from the fused feature after its norm."""
+    residual_last: bool | None = None
+    """EAGLE-3: start in the target's output space; engines cannot load such heads."""
+    embedding_path: bool | None = None
+    """EAGLE-3: the next token's embedding has a matrix into the residual; engines cannot load such heads."""
+    prefix_attention: bool | None = None
+    """Hydra++: a decoder layer over the prefix before the heads."""
+    dropout: float | None = Field(default=None, ge=0, lt=1)
+    """Hydra++: dropout in its blocks."""
     draft_vocab_size: int | None = Field(default=None, ge=1)
     """Most frequent tokens of the training answers that the heads can say; null = all, through the target's output."""
 
@@ -77,9 +97,30 @@ class OptimPart(Part):
 class LossPart(Part):
     """How a guess is compared with the target's law."""
 
-    divergence: Literal["soft_ce", "kl"] = "soft_ce"
+    divergence: Literal["soft_ce", "kl", "lk_alpha", "lk"] = "soft_ce"
+    """"lk" and "lk_alpha" aim at acceptance itself, alpha = sum_v min(p_v, q_v)."""
     depth_decay: float = Field(default=0.8, gt=0, le=1)
     """Weight of a depth, as a factor per depth (Medusa: 0.8)."""
+    depths: list[tuple[float, int]] = [(0.0, 1 << 10)]
+    """From which share of the run on how many depths of a recurrent family are unrolled, at most all it has."""
+    regression: float = Field(default=0.0, ge=0)
+    """Weight of what a family learns beside the law (EAGLE-1: the next feature itself)."""
+
+    @field_validator("depths")
+    @classmethod
+    def _begins_at_zero(cls, depths: list[tuple[float, int]]) -> list[tuple[float, int]]:
+        shares = [share for share, _ in depths]
+        if (
+            not depths
+            or shares != sorted(set(shares))
+            or shares[0] != 0
+            or shares[-1] >= 1
+            or min(d for _, d in depths) < 1
+        ):
+            raise ValueError(
+                "pairs of share and depths were expected, shares rising from 0.0 to below 1, depths from 1"
+            )
+        return depths
 
 
 class EveryPart(Part):
