@@ -277,7 +277,7 @@ class DraftHeads(PreTrainedModel, ABC):
 
     def _rows(self, rows: Tensor, batch: Batch, per_depth: list[Any], tie: Tie, divergence: str) -> Tensor:
         """Sums [3, K] of loss, correct guesses and acceptance over the predicted flat positions ``rows`` [R]."""
-        p, best = self._teacher(batch.last.flatten(0, 1)[rows - 1], tie)
+        p, best = self.teacher(batch.last.flatten(0, 1)[rows - 1], tie)
         tokens, length = batch.tokens.flatten(), batch.tokens.shape[1]
         sums = []
         for d, (table, hidden, mask) in enumerate(per_depth):
@@ -293,7 +293,7 @@ class DraftHeads(PreTrainedModel, ABC):
         return torch.stack(sums, dim=1)
 
     @torch.no_grad()
-    def _teacher(self, last: Tensor, tie: Tie) -> tuple[Tensor, Tensor]:
+    def teacher(self, last: Tensor, tie: Tie) -> tuple[Tensor, Tensor]:
         """Last hidden [R, Ht] -> the target's law on the draft vocabulary [R, D] float32, and its argmax [R]."""
         laws, best = [], []
         for part in torch.split(last, max(1, CHUNK_ELEMENTS // tie.weight.shape[0])):

@@ -20,7 +20,7 @@ from torch import Tensor
 from headstart.heads import FAMILIES, DraftHeads, Tie
 from headstart.train import checkpoint
 from headstart.train.batches import Stream, collate
-from headstart.train.evaluate import Evaluation, evaluate
+from headstart.train.evaluate import evaluate
 from headstart.train.features import online
 from headstart.train.loop import Plan, Progress, learning_rate, train
 from headstart.train.masking import Masked
@@ -93,8 +93,8 @@ def test_on_a_counting_target_medusa_reaches_heads_plus_one(tmp_path: Path) -> N
     )
     told: list[Progress] = []
 
-    def measure(trained: DraftHeads) -> Evaluation:
-        return evaluate(target, trained, [torch.tensor([7, 8]), torch.tensor([40, 41])], max_new_tokens=40, nodes=8)
+    def measure(trained: DraftHeads) -> dict[str, float]:
+        return evaluate(target, trained, [torch.tensor([7, 8]), torch.tensor([40, 41])], max_new_tokens=40, nodes=8).numbers()
 
     train(
         Accelerator(cpu=True),
@@ -132,8 +132,8 @@ def test_the_same_seed_gives_the_same_run_whatever_is_logged_or_evaluated(tmp_pa
     """FC-046."""
     target = llama()
 
-    def measure(trained: DraftHeads) -> Evaluation:
-        return evaluate(target, trained, [torch.tensor([5, 6, 7])], max_new_tokens=8, nodes=8)
+    def measure(trained: DraftHeads) -> dict[str, float]:
+        return evaluate(target, trained, [torch.tensor([5, 6, 7])], max_new_tokens=8, nodes=8).numbers()
 
     first, told = micro_train(tmp_path / "a", steps=6)
     second, again = micro_train(tmp_path / "b", steps=6)
@@ -378,8 +378,8 @@ def test_modes_and_intervals(tmp_path: Path) -> None:
     told: list[Progress] = []
     plan = Plan(**(DEFAULTS | {"steps": 8, "accumulation": 2, "evaluate_every": 2, "save_every": 4, "keep": 9}))
 
-    def measure(trained: DraftHeads) -> Evaluation:
-        return evaluate(target, trained, [torch.tensor([5, 6, 7])], max_new_tokens=4, nodes=4)
+    def measure(trained: DraftHeads) -> dict[str, float]:
+        return evaluate(target, trained, [torch.tensor([5, 6, 7])], max_new_tokens=4, nodes=4).numbers()
 
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     train(

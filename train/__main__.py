@@ -18,7 +18,7 @@ from headstart.heads.vocab import choose, count_tokens, coverage
 from headstart.infer.embedded import load_target
 from headstart.train.batches import Stream
 from headstart.train.conversations import load_conversations
-from headstart.train.evaluate import Evaluation, evaluate
+from headstart.train.evaluate import evaluate, validate
 from headstart.train.masking import Masked, encode, prompt_ids
 from headstart.train.recipe import Recipe, load_recipe
 from headstart.train.tracking import Tracker
@@ -121,6 +121,7 @@ def train_heads(
     from headstart.train.loop import Plan, train
 
     optim, every = recipe.optim, recipe.every
+    rows, aside = put_aside(rows, recipe.data.validate_rows)
     stream = Stream(rows, optim.batch_size, recipe.seed)
     steps = stream.steps(optim.epochs, optim.accumulation * accelerator.num_processes)
     plan = Plan(
@@ -145,9 +146,13 @@ def train_heads(
     )
     tracker.begin(plan.steps)
 
-    def measure(trained: DraftHeads) -> Evaluation:
+    def measure(trained: DraftHeads) -> dict[str, float]:
         options = recipe.evaluate
-        return evaluate(target, trained, prompts, max_new_tokens=options.max_new_tokens, nodes=options.nodes)
+        values: dict[str, float] = {}
+        if prompts:
+            found = evaluate(target, trained, prompts, max_new_tokens=options.max_new_tokens, nodes=options.nodes)
+            values |= found.numbers()
+        return values | (validate(target, trained, aside).numbers() if aside else {})
 
     return train(
         accelerator,
@@ -157,10 +162,17 @@ def train_heads(
         plan,
         Path(recipe.out),
         f"{recipe.digest()}-{data_digest(rows)}",
-        evaluate=measure if prompts else None,
+        evaluate=measure if prompts or aside else None,
         tell=tracker.tell,
         resume=recipe.resume,
     )
+
+
+def put_aside(rows: Sequence[Masked], count: int) -> tuple[Sequence[Masked], Sequence[Masked]]:
+    """Rows to train on, and the last ``count`` to validate on. Raises ValueError where none would be left."""
+    if count >= len(rows):
+        raise ValueError(f"data.validate_rows={count} leaves nothing of {len(rows)} rows to train on: put fewer aside")
+    return (rows[: len(rows) - count], rows[len(rows) - count :]) if count else (rows, [])
 
 
 def data_digest(rows: Sequence[Masked]) -> str:

@@ -23,7 +23,6 @@ from torch import Tensor
 from headstart.heads import Batch, DraftHeads, Tie
 from headstart.train import checkpoint
 from headstart.train.batches import Stream
-from headstart.train.evaluate import Evaluation
 from headstart.train.features import Features, Online
 
 logger = logging.getLogger(__name__)
@@ -87,7 +86,7 @@ def train(
     out: Path,
     digest: str,
     *,
-    evaluate: Callable[[DraftHeads], Evaluation] | None = None,
+    evaluate: Callable[[DraftHeads], dict[str, float]] | None = None,
     tell: Callable[[Progress], None] = lambda progress: None,
     resume: bool = True,
 ) -> DraftHeads:
@@ -110,7 +109,7 @@ def train(
 
     def measure(step: int) -> None:
         if evaluate is not None and accelerator.is_main_process:
-            tell(Progress(step, _numbers(evaluate(accelerator.unwrap_model(model)))))
+            tell(Progress(step, evaluate(accelerator.unwrap_model(model))))
         accelerator.wait_for_everyone()
 
     if first == 0 and plan.evaluate_every:
@@ -295,8 +294,3 @@ def _restore(
     optimizer.load_state_dict(found.state["optimizer"])
     torch.set_rng_state(found.state["rng"])
     return found.step
-
-
-def _numbers(result: Evaluation) -> dict[str, float]:
-    values = {"tokens_per_pass": result.tokens_per_pass, "looping": result.looping}
-    return values | {f"accepted/{d + 1}": share for d, share in enumerate(result.accepted_by_depth)}

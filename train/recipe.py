@@ -60,6 +60,8 @@ class DataPart(Part):
     """Files or folders of conversations with answers (messages, ShareGPT or prompt and answer)."""
     heldout: list[str] = []
     """Files of prompts that evaluation decodes; never trained on."""
+    validate_rows: int = Field(default=0, ge=0)
+    """Training rows put aside, the last ones: their answers are guessed at every evaluation, and never trained on."""
     max_length: int = Field(default=512, ge=8)
     """Tokens a row; longer ones are cut and counted."""
     remember: bool = False
