@@ -13,6 +13,7 @@ import typer
 
 from headstart.scripts.bench import bench
 from headstart.scripts.distill import distill
+from headstart.scripts.doctor import doctor
 from headstart.scripts.generate import generate
 from headstart.scripts.train import train
 
@@ -30,6 +31,7 @@ app.command()(distill)
 app.command()(train)
 app.command()(generate)
 app.command()(bench)
+app.command()(doctor)
 
 
 def _show_version(wanted: bool) -> None:

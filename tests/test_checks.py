@@ -27,9 +27,9 @@ from transformers import (
     Phi3ForCausalLM,
 )
 
+from headstart.heads.attention import tree_mask
 from headstart.infer import checks
 from headstart.infer.speculator import Speculator
-from headstart.heads.attention import tree_mask
 from headstart.infer.target import compute_dtype
 from tests.drafters import SOURCES, replay
 from tests.toys import SIZES, VOCAB, llama

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from headstart.heads.attention import tree_mask
 from headstart.infer.accept import Accepted
 from headstart.infer.probe import check_model
-from headstart.heads.attention import tree_mask
 from headstart.infer.target import Target, attention_windows
 from headstart.infer.tree import DraftTree, path_to
 from tests.reference import path_of, random_parents, sequential_logits
