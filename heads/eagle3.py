@@ -1,16 +1,17 @@
 """EAGLE-3 (Li et al., arXiv 2503.01840): features of three layers, an embedding-and-hidden layer, training-time test,
 and a reduced vocabulary; with the two norms of EAGLE-3.1 (arXiv 2605.09992) as options.
 
-Beyond the paper, off unless asked for, is a start in the target's own output space (``residual_last``): what is fused
-from the features, and what a matrix makes of the next token's embedding (``embedding_path``), is added to the target's
-last hidden state, so that a fresh head repeats the target and ``fit`` can solve for a better start in closed form.
+Beyond the paper is a start in the target's own output space (``residual_last``): what is fused from the features is
+added to the target's last hidden state, so that a fresh head repeats the target; and a matrix beside the attention,
+over what attention reads, that carries the state from token to token (``step_path``), so that ``fit`` can solve for a
+better start.
 
 Legend: B rows, k tokens, A feature streams, Ht target hidden size, H width (= Ht), D draft vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -35,7 +36,7 @@ class Eagle3(RecurrentHeads):
         "norm_output",
         "norm_before_residual",
         "residual_last",
-        "embedding_path",
+        "step_path",
     )
 
     def __init__(self, config: HeadsConfig) -> None:
@@ -46,9 +47,9 @@ class Eagle3(RecurrentHeads):
         self.fc = nn.Linear(self.streams * width, width, bias=False)
         norms = (nn.RMSNorm(width, eps=eps) for _ in range(self.streams))
         self.fc_norm = nn.ModuleList(norms) if config.fc_norm else None
-        self.embedding_fc = nn.Linear(width, width, bias=False) if config.embedding_path else None
         self.input_layernorm = nn.RMSNorm(width, eps=eps)  # of the embedding
         self.hidden_norm = nn.RMSNorm(width, eps=eps)
+        self.path = nn.Linear(2 * width, width, bias=False) if config.step_path else None
         self.layer = DecoderLayer(config.layer, 2 * width)
         self.norm = nn.RMSNorm(width, eps=eps)
         size = config.draft_vocab_size
@@ -59,7 +60,7 @@ class Eagle3(RecurrentHeads):
     def defaults(cls, facts: dict[str, Any]) -> dict[str, Any]:
         """The paper's layers, and the start that pays most for little training."""
         layers = default_layers(facts["target_num_layers"])
-        return {"features": layers, "unroll": 3, "fc_norm": True, "residual_last": True, "embedding_path": True}
+        return {"features": layers, "unroll": 3, "fc_norm": True, "residual_last": True, "step_path": True}
 
     @classmethod
     def settle(cls, facts: dict[str, Any]) -> dict[str, Any]:
@@ -81,37 +82,53 @@ class Eagle3(RecurrentHeads):
         self.fc.reset_parameters()
         if self.config.residual_last:
             nn.init.zeros_(self.fc.weight)
-        if self.embedding_fc is not None:
-            nn.init.zeros_(self.embedding_fc.weight)
+        if self.path is not None:
+            nn.init.zeros_(self.path.weight)
         if self.lm_head is not None:
             with torch.no_grad():
                 self.lm_head.weight.copy_(self.output_rows(tie))
 
     @torch.no_grad()
     def fit(self, batches: Iterable[Batch], tie: Tie) -> bool:
-        """fc and the embedding path become the least-squares map from features and next embedding to the step the
-        target's last hidden state takes; the final norm gives its outcome the usual size of such states.
+        """The step path and fc become least-squares maps to the step that the target's last hidden state takes, and the
+        final norm gives the outcome the usual size of such states.
 
-        Needs ``residual_last``: without it the residual does not live in the target's output space.
+        The path is solved over the true states at first and then also over the states that the solution itself reaches
+        in later steps; fc, each time, over what the path leaves in step 0. Needs ``residual_last`` and ``step_path``:
+        without them there is nothing in the residual that a linear map could be put into.
         """
-        if not self.config.residual_last:
+        if not self.config.residual_last or self.path is None:
             return False
-        width = self.config.target_hidden_size
-        solver, sizes = LeastSquares(), []
-        for batch in batches:
-            features, last = batch.features.to(self.dtype).flatten(0, 1), batch.last.to(self.dtype).flatten(0, 1)
-            label = predictions(batch.supervised, batch.document, 0).flatten().nonzero().squeeze(1)
-            x = self._streams(features[label - 2])
-            if self.embedding_fc is not None:
-                x = torch.cat([x, self.embed(batch.tokens.flatten()[label - 1], tie)], -1)
-            solver.add(x, last[label - 1] - features[label - 2, -width:])
-            sizes.append(last[label - 1].pow(2).mean(-1).sqrt())
-        weight = solver.solve().T
-        self.fc.weight.copy_(weight[:, : self.streams * width])
-        if self.embedding_fc is not None:
-            self.embedding_fc.weight.copy_(weight[:, self.streams * width :])
-        self.norm.weight.fill_(float(torch.cat(sizes).mean()))
+        kept, width = list(batches), self.config.target_hidden_size
+        for steps in range(1, 1 + max(2, self.config.unroll)):
+            path, fc, sizes = LeastSquares(), LeastSquares(), []
+            for batch in kept:
+                for hidden, x, truth, _ in self._linear_steps(batch, tie, steps):
+                    path.add(x, truth - hidden)
+            self.path.weight.copy_(path.solve().T)
+            for batch in kept:
+                _, x, truth, features = next(self._linear_steps(batch, tie, 1))
+                fc.add(self._streams(features), truth - features[:, -width:] - self.path(x))
+                sizes.append(truth.pow(2).mean(-1).sqrt())
+            self.fc.weight.copy_(fc.solve().T)
+            self.norm.weight.fill_(float(torch.cat(sizes).mean()))
         return True
+
+    def _linear_steps(self, batch: Batch, tie: Tie, steps: int) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+        """Step by step over the labelled slots, without attention and MLP: the state [R, H] before the step, what its
+        path reads [R, 2 H], the target's last hidden state [R, H] to reach, and the slot's features [R, F]."""
+        assert self.path is not None
+        embedded = self.embed(batch.tokens, tie).flatten(0, 1)
+        features, last = (x.to(self.dtype).flatten(0, 1) for x in (batch.features, batch.last))
+        slot = predictions(batch.supervised, batch.document, 0).flatten().nonzero().squeeze(1) - 2
+        hidden = self.begin(features[slot])
+        for step in range(steps):
+            x = self._read(hidden, embedded[slot + 1 + step])
+            yield hidden, x, last[slot + 1 + step], features[slot]
+            further = predictions(batch.supervised, batch.document, step + 1).flatten()
+            label = slot + 3 + step
+            here = (label < further.numel()) & further[label.clamp(max=further.numel() - 1)]
+            slot, hidden = slot[here], (hidden + self.path(x))[here]
 
     def begin(self, features: Tensor) -> Tensor:
         """[B, k, A * Ht (+ Ht)] -> g [B, k, H]."""
@@ -120,11 +137,12 @@ class Eagle3(RecurrentHeads):
 
     def mix(self, hidden: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
         """[B, k, 2 H] for attention, embedding first, and the residual."""
-        if self.embedding_fc is not None:
-            hidden = hidden + self.embedding_fc(embedded)
-        normed = self.hidden_norm(hidden)
-        x = torch.cat([self.input_layernorm(embedded), normed], -1)
-        return x, normed if self.config.norm_before_residual else hidden
+        x = self._read(hidden, embedded)
+        residual = self.hidden_norm(hidden) if self.config.norm_before_residual else hidden
+        return x, residual if self.path is None else residual + self.path(x)
+
+    def _read(self, hidden: Tensor, embedded: Tensor) -> Tensor:
+        return torch.cat([self.input_layernorm(embedded), self.hidden_norm(hidden)], -1)
 
     def leave(self, out: Tensor) -> Tensor:
         """EAGLE-3.1 hands on the output after its norm."""

@@ -25,8 +25,13 @@ class LeastSquares:
         self._cross = cross if self._cross is None else self._cross + cross
 
     def solve(self, ridge: float = RIDGE) -> Tensor:
-        """The map [X, Y] that x @ map is nearest to y with, ``ridge`` of the mean power added."""
-        assert self._power is not None and self._cross is not None
+        """The map [X, Y] that x @ map is nearest to y with, ``ridge`` of the mean power added. Raises
+        ValueError where no row was added."""
+        if self._power is None or self._cross is None or not self._power.any():
+            raise ValueError(
+                "nothing to solve a start from: no slot of these batches leads to a label at some depth; "
+                "give more or longer answers, or set optim.fit_batches=0"
+            )
         weight = ridge * self._power.diagonal().mean().clamp(min=1e-12)
         eye = torch.eye(self._power.shape[0], dtype=torch.float64, device=self._power.device)
         found: Tensor = torch.linalg.solve(self._power + weight * eye, self._cross)

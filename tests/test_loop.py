@@ -94,7 +94,8 @@ def test_on_a_counting_target_medusa_reaches_heads_plus_one(tmp_path: Path) -> N
     told: list[Progress] = []
 
     def measure(trained: DraftHeads) -> dict[str, float]:
-        return evaluate(target, trained, [torch.tensor([7, 8]), torch.tensor([40, 41])], max_new_tokens=40, nodes=8).numbers()
+        prompts = [torch.tensor([7, 8]), torch.tensor([40, 41])]
+        return evaluate(target, trained, prompts, max_new_tokens=40, nodes=8).numbers()
 
     train(
         Accelerator(cpu=True),

@@ -19,6 +19,10 @@ DRAWING: dict[str, Any] = {
     "medusa": lambda model: HeadsSource(untrained("medusa")(model)),
     "medusa-draft-vocabulary": lambda model: HeadsSource(untrained("medusa", draft_ids=torch.arange(0, 12))(model)),
     "medusa-chain": lambda model: HeadsSource(untrained("medusa")(model), width=1, siblings=0),
+    "hydra": lambda model: HeadsSource(untrained("hydra")(model)),
+    "eagle-chain": lambda model: HeadsSource(untrained("eagle")(model), width=1, siblings=0),
+    "eagle3": lambda model: HeadsSource(untrained("eagle3")(model)),
+    "eagle3-draft-vocabulary": lambda model: HeadsSource(untrained("eagle3", draft_ids=torch.arange(0, 12))(model)),
     "draft-model-chain": lambda model: DraftModel(smaller(model)),
     "draft-model-tree": lambda model: DraftModel(smaller(model), width=3, siblings=2, depth=4),
 }
