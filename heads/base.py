@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from headstart.heads.adapter import adapter_notes
 from headstart.heads.config import HeadsConfig, layer_facts, target_facts
 from headstart.heads.layers import born_nan
 from headstart.heads.losses import DIVERGENCES, acceptance
@@ -43,6 +44,7 @@ class Losses(NamedTuple):
     correct: Tensor  # [K] how often the head's first guess is the target's argmax
     alpha: Tensor  # [K] summed acceptance, sum_v min(p_v, q_v)
     count: Tensor  # type: ignore[assignment]  # [K] int64 supervised predictions per depth
+    target: Tensor | None = None  # [2] where the target learns too: summed KL(original || adapted), and of how many
 
 
 def predictions(batch_supervised: Tensor, document: Tensor, depth: int) -> Tensor:
@@ -220,12 +222,13 @@ class DraftHeads(PreTrainedModel, ABC):
         ]
         if wrong:
             raise ValueError(f"heads of {mine.target_name or 'another target'} do not fit: " + "; ".join(wrong))
+        notes = adapter_notes(mine.adapter, target)
         if mine.target_fingerprint and mine.target_fingerprint != fingerprint(Tie.of(target)):
-            return [
+            notes.append(
                 f"the heads were trained on {mine.target_name or 'another target'} with other weights than this "
                 "target's: the text stays exact, but fewer guesses will be accepted"
-            ]
-        return []
+            )
+        return notes
 
     # the loss -------------------------------------------------------------------------------------------------------
 

@@ -31,6 +31,9 @@ class HeadsConfig(PreTrainedConfig):
     target_num_layers: int = 0
     target_fingerprint: str = ""
     """Digest of a few rows of the target's embedding: same shape but other weights is a warning, not silence."""
+    adapter: str | None = None
+    """Digest of the adapter on the target that was trained together with the heads (Medusa-2), None = the bare target:
+    another one, or none, is a warning."""
     features: list[int] | None = None
     """hidden_states indices the heads read, concatenated in this order."""
     draft_vocab_size: int | None = None
@@ -52,8 +55,8 @@ class HeadsConfig(PreTrainedConfig):
     """EAGLE-3: the residual is the fused feature after its norm (the speculators variant)."""
     residual_last: bool = False
     """EAGLE-3: what is fused is added to the target's last hidden state, which is then the last of ``features``."""
-    embedding_path: bool = False
-    """EAGLE-3: a matrix of its own carries the next token's embedding into the residual."""
+    step_path: bool = False
+    """EAGLE-3: a matrix beside the attention, over what attention reads, into the residual."""
     prefix_attention: bool = False
     """Hydra++: a decoder layer over the whole prefix stands before the heads."""
     dropout: float = 0.0
@@ -79,7 +82,8 @@ def layer_facts(target_config: PreTrainedConfig, changes: dict[str, Any] | None 
     that has none (GPT-2), gets a draft layer that turns all of it: the draft learns its own attention.
     """
     text = target_config.get_text_config(decoder=True)
-    hidden, heads = int(text.hidden_size), _number(text, "num_attention_heads")
+    given = changes or {}
+    hidden, heads = int(text.hidden_size), _number(text, "num_attention_heads", given)
     rope = getattr(text, "rope_parameters", None) or {}
     rope = dict(rope.get("full_attention") or next((r for r in rope.values() if isinstance(r, dict)), rope))
     rope.pop("partial_rotary_factor", None)
@@ -87,18 +91,18 @@ def layer_facts(target_config: PreTrainedConfig, changes: dict[str, Any] | None 
     facts = {
         "hidden_size": hidden,
         "num_attention_heads": heads,
-        "num_key_value_heads": _number(text, "num_key_value_heads", heads),
-        "head_dim": _number(text, "head_dim", hidden // heads),
-        "intermediate_size": _number(text, "intermediate_size", 4 * hidden),
+        "num_key_value_heads": _number(text, "num_key_value_heads", given, heads),
+        "head_dim": _number(text, "head_dim", given, hidden // heads),
+        "intermediate_size": _number(text, "intermediate_size", given, 4 * hidden),
         "hidden_act": _first(text, ("activation_function",), activation),
         "rms_norm_eps": _first(text, ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps"), 1e-6),
         "max_position_embeddings": int(getattr(text, "max_position_embeddings", None) or 2048),
         "rope_parameters": {"rope_theta": 10000.0} | rope | {"rope_type": kind},
     }
-    unknown = sorted(set(changes or {}) - set(facts))
+    unknown = sorted(set(given) - set(facts))
     if unknown:
         raise ValueError(f"unknown layer sizes {unknown}; known are {sorted(facts)}")
-    facts |= changes or {}
+    facts |= given
     kind = facts["rope_parameters"].get("rope_type")
     if kind not in ROPE_KINDS:
         raise ValueError(
@@ -107,6 +111,9 @@ def layer_facts(target_config: PreTrainedConfig, changes: dict[str, Any] | None 
         )
     if facts["hidden_act"] not in ACT2FN:
         raise ValueError(f"activation {facts['hidden_act']!r} cannot be mirrored: give layer.hidden_act, such as silu")
+    if facts["num_attention_heads"] % facts["num_key_value_heads"] or facts["head_dim"] % 2:
+        sizes = {name: facts[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim")}
+        raise ValueError(f"{sizes}: heads in whole groups a key/value head and an even head_dim were expected")
     return facts
 
 
@@ -114,12 +121,16 @@ def _first(text: Any, names: tuple[str, ...], otherwise: Any) -> Any:
     return next((v for v in (getattr(text, name, None) for name in names) if v is not None), otherwise)
 
 
-def _number(text: Any, name: str, otherwise: int | None = None) -> int:
-    """A size of the target. Raises ValueError where it differs by layer or is missing."""
-    value = getattr(text, name, None)
+def _number(text: Any, name: str, given: dict[str, Any], otherwise: int | None = None) -> int:
+    """A size, given or the target's. Raises ValueError where the target's differs by layer or is missing."""
+    try:
+        value = given[name] if name in given else getattr(text, name, None)
+    except RuntimeError:  # how transformers answers for a size that differs by layer
+        value = "one for each layer"
     value = otherwise if value is None else value
     if not isinstance(value, int):
-        raise ValueError(f"the target says {name}={value!r}; a number was expected: give layer.{name}")
+        whose = "layer" if name in given else "the target"
+        raise ValueError(f"{whose} says {name}={value!r}; a number was expected: give layer.{name}")
     return value
 
 

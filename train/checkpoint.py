@@ -1,6 +1,7 @@
 """Checkpoints: written beside, synced, renamed. A kill at any instant leaves the last complete one.
 
 out/checkpoints/step-000200/   heads/  state.pt (optimizer, random state)  state.json (step, digests)
+                               adapter/ where the target learns too
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import torch
 
 from headstart.heads import DraftHeads
 from headstart.infer.embedded import sync
+from headstart.train import joint
+from headstart.train.joint import Joint
 
 logger = logging.getLogger(__name__)
 
@@ -32,13 +35,15 @@ class Restored(NamedTuple):
     facts: dict[str, Any]  # state.json
 
 
-def save(out: Path, step: int, heads: DraftHeads, state: dict[str, Any], facts: dict[str, Any], keep: int) -> Path:
+def save(
+    out: Path, step: int, model: DraftHeads | Joint, state: dict[str, Any], facts: dict[str, Any], keep: int
+) -> Path:
     """Writes step ``step`` atomically and keeps the newest ``keep``. Returns the folder."""
     folder = out / "checkpoints" / f"step-{step:06d}"
     partial = folder.with_name(f".{folder.name}.{os.getpid()}")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    heads.save_pretrained(partial / "heads")
+    joint.save(model, partial)
     torch.save(state, partial / "state.pt")
     sizes = {str(f.relative_to(partial)): f.stat().st_size for f in partial.rglob("*") if f.is_file()}
     told = {"version": VERSION, "step": step, "sizes": sizes} | facts
@@ -80,6 +85,29 @@ def latest(out: Path, digest: str) -> Restored | None:
         )
     state = torch.load(folder / "state.pt", map_location="cpu", weights_only=True)
     return Restored(facts["step"], folder, state, facts)
+
+
+def restore(
+    out: Path, facts: dict[str, Any], model: DraftHeads | Joint, optimizer: torch.optim.Optimizer, resume: bool
+) -> int:
+    """Loads the newest whole checkpoint into model, optimizer and random state; returns the step to go on from.
+
+    Raises ValueError where ``out`` holds a run this one cannot continue.
+    """
+    if not resume and complete(out):
+        raise ValueError(f"{out} holds checkpoints of a run: give another out=FOLDER, or go on with resume=true")
+    found = latest(out, facts["digest"])
+    if found is None:
+        return 0
+    if found.facts["window"] != facts["window"]:
+        raise ValueError(
+            f"the run in {out} takes {found.facts['window']} batches a step (processes times accumulation), this one "
+            f"{facts['window']}: go on with as many processes as before, or give another out=FOLDER"
+        )
+    joint.restore(model, found.folder)
+    optimizer.load_state_dict(found.state["optimizer"])
+    torch.set_rng_state(found.state["rng"])
+    return found.step
 
 
 def _newest_whole(out: Path) -> tuple[Path | None, dict[str, Any]]:

@@ -24,6 +24,7 @@ from headstart.heads import Batch, DraftHeads, Tie
 from headstart.train import checkpoint
 from headstart.train.batches import Stream
 from headstart.train.features import Features, Online
+from headstart.train.joint import RISES, Joint, groups, heads_of, source
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +53,9 @@ class Plan:
     remember: bool = False  # keep the target's features in memory for later epochs
     depths: tuple[tuple[float, int], ...] = ((0.0, 1 << 10),)  # from which share of the run how many are unrolled
     regression: float = 0.0
+    scale: float = 1.0  # of the weights, beside the loss of a target that learns too (Medusa-2's c)
+    rise: str = "constant"  # key of RISES: how that scale is reached
+    adapter_lr: float = 0.0  # of what learns on the target
 
 
 class Progress(NamedTuple):
@@ -72,15 +76,16 @@ def learning_rate(step: int, plan: Plan) -> float:
 
 
 def weights_at(step: int, plan: Plan) -> tuple[float, ...]:
-    """Weights of the depths that optimizer step ``step`` unrolls."""
+    """Weights of the depths that optimizer step ``step`` (0-based) unrolls."""
     most = [depths for share, depths in plan.depths if step >= share * plan.steps][-1]
-    return plan.weights[:most]
+    scale = plan.scale * RISES[plan.rise]((step + 1) / plan.steps)
+    return tuple(scale * weight for weight in plan.weights[:most])
 
 
 def train(
     accelerator: Accelerator,
     target: Any,
-    heads: DraftHeads,
+    heads: DraftHeads | Joint,
     stream: Stream,
     plan: Plan,
     out: Path,
@@ -89,27 +94,32 @@ def train(
     evaluate: Callable[[DraftHeads], dict[str, float]] | None = None,
     tell: Callable[[Progress], None] = lambda progress: None,
     resume: bool = True,
-) -> DraftHeads:
+    cached: Features | None = None,
+) -> DraftHeads | Joint:
     """Trains ``heads`` in place on the frozen ``target`` and returns them, on the main process also saved.
 
+    Where they are Joint, ``target`` is the one inside, and what is on it learns with them.
+
     ``digest`` names recipe and data: a checkpoint of another one in ``out`` is an error. ``evaluate`` runs on the main
-    process; ``tell`` hears of every logged step and evaluation.
+    process; ``tell`` hears of every logged step and evaluation. ``cached`` features are taken where they are given.
     """
     refuse_unknown_engines(accelerator, plan)
-    tie, features = Tie.of(target), Features(target, heads.config.features or (), remember=plan.remember)
-    optimizer = torch.optim.AdamW(heads.parameters(), lr=plan.lr, betas=plan.betas, weight_decay=plan.weight_decay)
+    tie, features = Tie.of(target), cached or source(heads, target, plan.remember)
+    parameters = groups(heads, plan.adapter_lr / plan.lr)
+    optimizer = torch.optim.AdamW(parameters, lr=plan.lr, betas=plan.betas, weight_decay=plan.weight_decay)
     facts = {"digest": digest, "window": plan.accumulation * accelerator.num_processes}
-    first = _restore(out, facts, heads, optimizer, resume)
+    first = checkpoint.restore(out, facts, heads, optimizer, resume)
     if first == 0 and plan.fit_batches:
         # from the end of the run: the curve of the loss then begins on rows that the start has not seen
         end = plan.steps * facts["window"]
-        _fit(heads, (features(stream[i]).batch for i in range(max(0, end - plan.fit_batches), end)), tie)
+        _fit(heads_of(heads), (features(stream[i]).batch for i in range(max(0, end - plan.fit_batches), end)), tie)
     model, optimizer = accelerator.prepare(heads, optimizer)
     meter, poor, trained = Meter(len(plan.weights)), 0, first
 
     def measure(step: int) -> None:
         if evaluate is not None and accelerator.is_main_process:
-            tell(Progress(step, evaluate(accelerator.unwrap_model(model))))
+            model.eval()
+            tell(Progress(step, evaluate(heads_of(accelerator.unwrap_model(model)))))
         accelerator.wait_for_everyone()
 
     if first == 0 and plan.evaluate_every:
@@ -166,7 +176,7 @@ def _descend(
     False where the gradient was not finite: nothing is changed then, on any rank.
     """
     for group in optimizer.param_groups:
-        group["lr"] = rate
+        group["lr"] = rate * group.get("times", 1.0)
     # DDP averages over ranks and accelerate over micro-batches; both are taken back, so that sums stay sums
     scale = accelerator.num_processes * plan.accumulation / count
     finite = True
@@ -205,6 +215,7 @@ class Meter:
 
     def _clear(self) -> None:
         self.sums = torch.zeros(4, self._depths, dtype=torch.float64)
+        self.target = torch.zeros(2, dtype=torch.float64)
         self.tokens = self.norm = 0.0
         self.steps = self.bad = self.skipped = 0
 
@@ -212,13 +223,16 @@ class Meter:
         """One micro-batch."""
         rows = (losses.loss, losses.correct, losses.alpha, losses.count)
         self.sums[:, : len(losses.count)] += torch.stack([x.detach().double().cpu() for x in rows])
+        if losses.target is not None:
+            self.target += losses.target.double().cpu()
         self.tokens += float((part.batch.document >= 0).sum())
 
     def read(self, accelerator: Accelerator) -> dict[str, float]:
         """Averages over all ranks since the last call; a depth without predictions is left out."""
-        own = torch.cat([self.sums.flatten(), torch.tensor([self.tokens, self.bad], dtype=torch.float64)])
+        told = torch.tensor([self.tokens, self.bad], dtype=torch.float64)
+        own = torch.cat([self.sums.flatten(), self.target, told])
         every = accelerator.reduce(own.float().to(accelerator.device), "sum").cpu()
-        loss, correct, alpha, count = every[:-2].view(4, self._depths)
+        loss, correct, alpha, count = every[:-4].view(4, self._depths)
         values = {"tokens": float(every[-2]), "bad_rows": float(every[-1])}
         if self.skipped:
             values["skipped_steps"] = float(self.skipped)
@@ -226,6 +240,8 @@ class Meter:
             values["gradient_norm"] = self.norm / self.steps
         if count.sum() > 0:
             values["loss"] = float(loss.sum() / count.sum())
+        if every[-3] > 0:
+            values["target_kl"] = float(every[-4] / every[-3])
         for d in range(self._depths):
             if count[d] > 0:
                 for name, sums in (("loss", loss), ("accuracy", correct), ("alpha", alpha)):
@@ -241,7 +257,9 @@ def _micro_batches(step: int, plan: Plan, accelerator: Accelerator) -> list[int]
     return [first + i * world + accelerator.process_index for i in range(plan.accumulation)]
 
 
-def _agree(window: Sequence[Online], heads: DraftHeads, depths: int, accelerator: Accelerator) -> tuple[int, int, int]:
+def _agree(
+    window: Sequence[Online], heads: DraftHeads | Joint, depths: int, accelerator: Accelerator
+) -> tuple[int, int, int]:
     """Supervised predictions, rows left out and rows in all in this window over all ranks."""
     counts = [int(heads.count(part.batch.supervised, part.batch.document, depths).sum()) for part in window]
     bad = [row for part in window for row in part.bad]
@@ -268,29 +286,3 @@ def _fit(heads: DraftHeads, batches: Iterable[Batch], tie: Tie) -> None:
             f"{heads.config.family} heads have no start in closed form (Medusa has one with a draft vocabulary); "
             "set optim.fit_batches=0"
         )
-
-
-def _restore(
-    out: Path, facts: dict[str, Any], heads: DraftHeads, optimizer: torch.optim.Optimizer, resume: bool
-) -> int:
-    """Loads the newest whole checkpoint into heads, optimizer and random state; returns the step to go on from.
-
-    Raises ValueError where ``out`` holds a run this one cannot continue.
-    """
-    if not resume and checkpoint.complete(out):
-        raise ValueError(f"{out} holds checkpoints of a run: give another out=FOLDER, or go on with resume=true")
-    found = checkpoint.latest(out, facts["digest"])
-    if found is None:
-        return 0
-    if found.facts["window"] != facts["window"]:
-        raise ValueError(
-            f"the run in {out} takes {found.facts['window']} batches a step (processes times accumulation), this one "
-            f"{facts['window']}: go on with as many processes as before, or give another out=FOLDER"
-        )
-    saved = type(heads).from_pretrained(str(found.folder / "heads"))
-    if saved.config.target_fingerprint != heads.config.target_fingerprint:
-        raise ValueError(f"the run in {out} was trained on a target with other weights: give another out=FOLDER")
-    heads.load_state_dict(saved.state_dict())
-    optimizer.load_state_dict(found.state["optimizer"])
-    torch.set_rng_state(found.state["rng"])
-    return found.step

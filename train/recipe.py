@@ -43,8 +43,8 @@ class HeadsPart(Part):
     """EAGLE-3: the residual goes on from the fused feature after its norm."""
     residual_last: bool | None = None
     """EAGLE-3: start in the target's output space; engines cannot load such heads."""
-    embedding_path: bool | None = None
-    """EAGLE-3: the next token's embedding has a matrix into the residual; engines cannot load such heads."""
+    step_path: bool | None = None
+    """EAGLE-3: a matrix beside the attention into the residual; engines cannot load such heads."""
     prefix_attention: bool | None = None
     """Hydra++: a decoder layer over the prefix before the heads."""
     dropout: float | None = Field(default=None, ge=0, lt=1)
@@ -66,8 +66,20 @@ class DataPart(Part):
     """Tokens a row; longer ones are cut and counted."""
     remember: bool = False
     """Keep the target's features in memory: later epochs need no forward of the target."""
+    cache: str | None = None
+    """Keep them in this folder (as ``out``, from the working folder), for every run on this target and these rows."""
+    cache_layers: list[int] | None = None
+    """Layers to keep beside those these heads read, as hidden_states indices, so that families share the cache."""
+    cache_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Of what is kept; auto = the target's, bfloat16 halves what a float32 target needs and rounds it."""
     train_on: Literal["assistant", "all"] = "assistant"
     """"all" supervises user and system tokens too."""
+
+    @model_validator(mode="after")
+    def _kept_in_one_place(self) -> DataPart:
+        if self.remember and self.cache is not None:
+            raise ValueError(f"remember=true and cache={self.cache}: features are kept in memory or on disk, not both")
+        return self
 
 
 class OptimPart(Part):
@@ -125,6 +137,26 @@ class LossPart(Part):
         return depths
 
 
+class JointPart(Part):
+    """Medusa-2: the heads of an earlier run and a LoRA on the target learn together. The text becomes that of the
+    adapted target, which a KL divergence holds near the original."""
+
+    heads: str
+    """``out/heads`` of an earlier run on the same target, relative to the working folder: heads first, then both."""
+    rank: int = Field(default=32, ge=1)
+    alpha: float = Field(default=16, gt=0)
+    """The LoRA's output is scaled by alpha / rank."""
+    dropout: float = Field(default=0.05, ge=0, lt=1)
+    modules: list[str] | None = Field(default=None, min_length=1)
+    """Names of the target's layers that are adapted; null = every linear layer but the output."""
+    scale: float = Field(default=0.01, gt=0)
+    """Weight c of the heads' loss beside the target's own."""
+    schedule: Literal["sine", "linear", "constant"] = "sine"
+    """How that weight rises to ``scale`` over the run."""
+    lr: float = Field(default=1e-4, gt=0)
+    """Of the LoRA; the heads keep optim.lr."""
+
+
 class EveryPart(Part):
     """Intervals, all in optimizer steps; 0 = only at the end."""
 
@@ -167,6 +199,7 @@ class Recipe(Part):
     data: DataPart
     optim: OptimPart = OptimPart()
     loss: LossPart = LossPart()
+    joint: JointPart | None = None
     every: EveryPart = EveryPart()
     evaluate: EvaluatePart = EvaluatePart()
     wandb: WandbPart | None = None
@@ -178,13 +211,24 @@ class Recipe(Part):
             raise ValueError(f"{both} is named in data.train and in data.heldout; evaluation needs prompts of its own")
         return self
 
+    @model_validator(mode="after")
+    def _joint_has_what_it_needs(self) -> Recipe:
+        if self.joint is None:
+            return self
+        if "heads" in self.model_fields_set:
+            raise ValueError("with joint, the heads are those of joint.heads, whatever their shape: drop section heads")
+        if self.data.remember or self.data.cache is not None:
+            raise ValueError("data.remember and data.cache keep features of a frozen target; joint trains it: drop it")
+        if self.optim.fit_batches:
+            raise ValueError("optim.fit_batches would solve anew for heads that joint.heads has trained: drop it")
+        return self
+
     def digest(self) -> str:
-        """What must stay the same for a run to go on. Left out: where, how often, and the data's paths, whose contents
-        the run compares itself."""
-        paths = {"train", "heldout"}
-        same = self.model_dump(
-            exclude={**dict.fromkeys(("out", "resume", "every", "wandb", "evaluate"), True), "data": paths}
-        )
+        """What must stay the same for a run to go on. Left out: where, how often, and the paths of the data and of the
+        heads that joint training begins with, whose contents the run compares itself."""
+        left: dict[str, Any] = dict.fromkeys(("out", "resume", "every", "wandb", "evaluate"), True)
+        paths = {"data": {"train", "heldout", "cache", "cache_layers"}, "joint": {"heads"} if self.joint else True}
+        same = self.model_dump(exclude=left | paths)
         return hashlib.sha256(yaml.safe_dump(same, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -243,7 +287,7 @@ def _explain(error: Any) -> str:
     part: Any = Recipe
     for name in error["loc"][:-1]:
         part = part.model_fields[name].annotation
-        part = WandbPart if name == "wandb" else part
+        part = {"wandb": WandbPart, "joint": JointPart}.get(name, part)  # where the annotation says "or None"
     return f"{where}: unknown key; known here are {sorted(part.model_fields)}"
 
 
