@@ -279,13 +279,20 @@ from tests.test_feature_cache import llama, some_rows
 
 module.SHARD_BYTES, rows, target = 20_000, some_rows(40), llama()
 folder, ready = Path(sys.argv[1]), Path(sys.argv[3])
-with FeatureCache.open(folder, target, [2]) as cache:
-    (ready / sys.argv[2]).touch()
+
+def meet(what):  # each does its part before either goes on, however the two are scheduled
+    (ready / (what + sys.argv[2])).touch()
     end = monotonic() + 60
-    while len(list(ready.iterdir())) < 2 and monotonic() < end:
+    while len(list(ready.glob(what + "*"))) < 2 and monotonic() < end:
         sleep(0.001)
-    for row in list(range(40))[:: int(sys.argv[2])]:
+
+with FeatureCache.open(folder, target, [2]) as cache:
+    meet("opened")
+    for place, row in enumerate(list(range(40))[:: int(sys.argv[2])]):
         Features(target, [4], cache=cache)(collate(rows, [row]))
+        if place == 9:
+            cache.flush()
+            meet("wrote")
 """
 
 

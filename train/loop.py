@@ -283,6 +283,6 @@ def _fit(heads: DraftHeads, batches: Iterable[Batch], tie: Tie) -> None:
     """Lets the family solve for a better start; every rank looks at the same batches and so finds the same one."""
     if not heads.fit(batches, tie):
         raise ValueError(
-            f"{heads.config.family} heads have no start in closed form (Medusa has one with a draft vocabulary); "
-            "set optim.fit_batches=0"
+            f"{heads.config.family} heads made like this have no start in closed form (Medusa's needs a draft "
+            "vocabulary, EAGLE-3's residual_last and step_path); set optim.fit_batches=0"
         )
