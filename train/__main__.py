@@ -122,7 +122,8 @@ def make_heads(recipe: Recipe, target: Any, rows: Sequence[Masked], tracker: Tra
     heads = family(recipe.heads.family).from_target(target, draft_ids=chosen, seed=recipe.seed, **options)
     heads.config.target_name = Path(recipe.target).name if Path(recipe.target).exists() else recipe.target
     parameters = sum(p.numel() for p in heads.parameters())
-    tracker.say(f"{recipe.heads.family} heads: {parameters / 1e6:.2f} M trainable parameters, target frozen")
+    reads = f"they read hidden states {heads.config.features}"
+    tracker.say(f"{recipe.heads.family} heads: {parameters / 1e6:.2f} M trainable parameters, target frozen; {reads}")
     return heads
 
 
