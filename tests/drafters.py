@@ -14,7 +14,6 @@ from headstart.heads import FAMILIES, DraftHeads
 from headstart.infer.draft_heads import HeadsSource
 from headstart.infer.draft_model import DraftModel
 from headstart.infer.grow import Sampling, Shape
-from tests.families import PAPER
 from tests.toys import Scripted
 
 
@@ -98,10 +97,8 @@ SOURCES: dict[str, Callable[[Any], Any]] = {
     "medusa-two-layers": untrained("medusa", num_draft_layers=2, num_draft_heads=2),
     "medusa-shape": shaped,
     "hydra": untrained("hydra"),
-    "hydra-plain": untrained("hydra", num_draft_layers=2, prefix_attention=False),
     "eagle": untrained("eagle"),
     "eagle3": untrained("eagle3"),
-    "eagle3-paper": untrained("eagle3", **PAPER, norm_before_residual=True),
     "eagle3-draft-vocabulary": untrained("eagle3", draft_ids=torch.arange(2, 320, 3)),
     "prompt-lookup": lambda model: "prompt-lookup",
     "token-recycling": lambda model: "token-recycling",
