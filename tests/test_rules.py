@@ -76,7 +76,14 @@ class TableTarget:
         self.texts: list[Prefix] = [() for _ in range(rows)]  # without the prompt's one token
         self.cache = SimpleNamespace(lengths=torch.zeros(rows, dtype=torch.int64), kept=[0] * rows)
 
-    def prefill(self, ids: Tensor, lengths: Tensor, known: Any = None) -> Iterator[Any]:
+    held = 0  # tokens of the prompt that wait for the first tree
+
+    @property
+    def kept(self) -> list[int]:
+        kept: list[int] = self.cache.kept
+        return kept
+
+    def prefill(self, ids: Tensor, lengths: Tensor, known: Any = None, hold: bool = False) -> Iterator[Any]:
         return iter(())
 
     def verify(self, tree: DraftTree) -> Verified:
