@@ -7,7 +7,6 @@ target's own output at t already says token t + 1. The teacher of that predictio
 
 from __future__ import annotations
 
-import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple
@@ -21,7 +20,8 @@ from headstart.heads.adapter import adapter_notes
 from headstart.heads.config import HeadsConfig, layer_facts, target_facts
 from headstart.heads.layers import born_nan
 from headstart.heads.losses import DIVERGENCES, acceptance
-from headstart.heads.tie import Tie
+from headstart.heads.tie import Tie, fingerprint
+from headstart.heads.vocab import check_draft_ids
 
 CHUNK_ELEMENTS = 1 << 24  # logits held at once by the loss; above it, chunks of rows are recomputed in backward
 
@@ -312,20 +312,3 @@ def slot_table(slots: Tensor, length: int) -> Tensor:
     """[B, M] slots -> [B * T] flat table: position -> index into M (0 where no slot stands; callers mask)."""
     table = torch.zeros(slots.shape[0], length, dtype=torch.int64, device=slots.device)
     return table.scatter_(1, slots, torch.arange(slots.shape[1], device=slots.device).expand_as(slots)).flatten()
-
-
-def check_draft_ids(draft_ids: Tensor, vocab_size: int) -> None:
-    """Raises ValueError unless ``draft_ids`` [D] are distinct ascending ids of the target vocabulary."""
-    ids = draft_ids.tolist()
-    if not ids or ids != sorted(set(ids)) or ids[0] < 0 or ids[-1] >= vocab_size:
-        raise ValueError(
-            f"draft_ids must be distinct, ascending and in 0..{vocab_size - 1}; these tables are of other heads"
-        )
-
-
-def fingerprint(tie: Tie) -> str:
-    """Digest of three rows of the target's output matrix; tells other weights of the same shape, not another dtype."""
-    weight = tie.weight
-    picked = weight[[0, weight.shape[0] // 2, weight.shape[0] - 1]].detach().cpu()
-    rows = picked.bfloat16().float().contiguous()  # the same whether loaded in float32 or bfloat16
-    return hashlib.sha256(rows.numpy().tobytes()).hexdigest()[:16]

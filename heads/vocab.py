@@ -38,3 +38,12 @@ def coverage(counts: Tensor, chosen: Tensor) -> float:
     """Share of the counted tokens [V] that lies inside the draft vocabulary ``chosen`` [D]; caps acceptance."""
     total = int(counts.sum())
     return float(counts[chosen].sum()) / total if total else 0.0
+
+
+def check_draft_ids(draft_ids: Tensor, vocab_size: int) -> None:
+    """Raises ValueError unless ``draft_ids`` [D] are distinct ascending ids of the target vocabulary."""
+    ids = draft_ids.tolist()
+    if not ids or ids != sorted(set(ids)) or ids[0] < 0 or ids[-1] >= vocab_size:
+        raise ValueError(
+            f"draft_ids must be distinct, ascending and in 0..{vocab_size - 1}; these tables are of other heads"
+        )

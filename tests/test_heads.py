@@ -14,7 +14,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, GraniteConfig, Granite
 
 from headstart.heads import FAMILIES, Batch, HeadsConfig, Tie, family, load_heads
 from headstart.heads import base as base_module
-from headstart.heads.base import fingerprint
+from headstart.heads.tie import fingerprint
 from headstart.train.batches import Tokens
 from tests.families import DRAFT, KINDS, Kind, disturbed, documents, feature_width, lesson, near, texts
 from tests.reference import loss_by_label

@@ -30,7 +30,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from headstart.heads import Tie
-from headstart.heads.base import fingerprint
+from headstart.heads.tie import fingerprint
 from headstart.infer.embedded import sync
 
 logger = logging.getLogger(__name__)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from headstart.heads import DraftHeads, Tie
-from headstart.heads.base import check_draft_ids, predictions
-from headstart.heads.vocab import count_tokens, coverage
+from headstart.heads.base import predictions
+from headstart.heads.vocab import check_draft_ids, count_tokens, coverage
 from headstart.infer import checks
 from headstart.infer.draft_heads import HeadsSource
 from headstart.infer.parity import first_difference
