@@ -140,7 +140,7 @@ def test_decoding_off_by_one_fails_parity_alone(
 ) -> None:
     """Such heads decode the exact text, and teacher-forced accuracy looks as good as ever: only parity tells."""
     if kind is FAMILIES["medusa"] and spoil is next_token:
-        pytest.skip("reads no token")
+        pytest.skip("reads no token")  # Medusa: a wrong token cannot show in what never looks at it
     target = toy()
     heads = made(kind, target)
     for name, method in spoil(kind).items():
@@ -163,7 +163,7 @@ def test_a_sibling_that_is_seen_fails_parity(monkeypatch: pytest.MonkeyPatch) ->
 def test_training_that_reads_ahead_leaks(kind: Any, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One position is enough: each slot of the unroll is given what belongs to the next."""
     if kind is FAMILIES["medusa"] and part == "tokens":
-        pytest.skip("reads no token")
+        pytest.skip("reads no token")  # Medusa: a wrong token cannot show in what never looks at it
     plain = kind.unroll
 
     def unroll(self: Any, batch: Batch, tie: Any, depths: int) -> Any:
