@@ -34,6 +34,9 @@ def load_heads(source: str, **kwargs: Any) -> DraftHeads:
     config = HeadsConfig.from_pretrained(source, **passed)
     if not config.family:
         raise ValueError(f"{source} has a config but no 'family' in it: it holds no Headstart heads")
+    config.check_format()  # before the family, which a later release may have added
+    if commit := getattr(config, "_commit_hash", None):
+        kwargs["revision"] = commit  # the weights of the same commit, whatever is pushed in between
     return family(config.family).from_pretrained(source, **kwargs)
 
 

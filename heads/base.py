@@ -8,10 +8,11 @@ target's own output at t already says token t + 1. The teacher of that predictio
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
@@ -27,7 +28,7 @@ CHUNK_ELEMENTS = 1 << 24  # logits held at once by the loss; above it, chunks of
 
 
 class Batch(NamedTuple):
-    """Teacher-forced training rows, right padded."""
+    """Teacher-forced training rows, right padded; a row may hold several documents one after the other."""
 
     tokens: Tensor  # [B, T] int64
     supervised: Tensor  # [B, T] bool: this token is a label
@@ -58,6 +59,14 @@ def predictions(batch_supervised: Tensor, document: Tensor, depth: int) -> Tenso
     return ok
 
 
+def positions(document: Tensor) -> Tensor:
+    """[B, T] -> [B, T] int64: places of tokens in their own document, which begins where the number changes."""
+    index = torch.arange(document.shape[1], device=document.device).expand_as(document)
+    begins = torch.ones_like(document, dtype=torch.bool)
+    begins[:, 1:] = document[:, 1:] != document[:, :-1]
+    return index - torch.where(begins, index, 0).cummax(1).values
+
+
 class DraftHeads(PreTrainedModel, ABC):
     """A family of heads. No tensor of the target is inside: it comes in every call as ``tie``."""
 
@@ -66,6 +75,8 @@ class DraftHeads(PreTrainedModel, ABC):
     base_model_prefix = ""
     main_input_name = "batch"
     _supports_sdpa = True
+    supports_gradient_checkpointing = True
+    gradient_checkpointing = False  # set by transformers' activation_checkpointing_enable
 
     path_free: ClassVar[bool] = False
     """True where the law at a depth does not depend on the path: one row then stands for a whole level."""
@@ -73,6 +84,9 @@ class DraftHeads(PreTrainedModel, ABC):
     """HeadsConfig fields that may be given to ``from_target``, beside ``num_draft_heads``."""
     attention_layers: ClassVar[int] = 0
     """Layers of the family's own whose keys and values ``open`` is given a cache for."""
+
+    tied_output: ClassVar[bool] = False
+    """True where ``logits`` go through the target's own output also with a draft vocabulary."""
 
     draft_ids: Tensor | None  # [D] int64 ascending target ids the heads can say, None = all
 
@@ -124,6 +138,13 @@ class DraftHeads(PreTrainedModel, ABC):
         """Depths that ``unroll`` has; a recurrent family may draft deeper than it is trained."""
         return self.config.num_draft_heads
 
+    def recomputed(self, run: Callable[..., Any], *args: Any) -> Any:
+        """``run(*args)``, a part of ``unroll``: with activation checkpointing, only ``args`` are kept and it runs again
+        in backward. What ``args`` hold may not be changed later."""
+        if self.gradient_checkpointing and self.training:
+            return self._gradient_checkpointing_func(run, *args)
+        return run(*args)
+
     def embed(self, tokens: Tensor, tie: Tie) -> Tensor:
         """[...] -> [..., Ht]: the target's frozen embedding where the heads are and in their precision."""
         return tie.embed(tokens).detach().to(self.device, self.dtype)
@@ -155,7 +176,7 @@ class DraftHeads(PreTrainedModel, ABC):
             check_draft_ids(draft_ids, facts["target_vocab_size"])
             facts["draft_vocab_size"] = draft_ids.numel()
         facts |= cls.defaults(facts) | options
-        if cls.attention_layers:
+        if cls.attends(facts):
             facts["layer"] = layer_facts(target.config, options.get("layer"))
         config = HeadsConfig(**cls.settle(facts))
         config.target_fingerprint = fingerprint(tie)
@@ -180,17 +201,26 @@ class DraftHeads(PreTrainedModel, ABC):
         return {"features": [facts["target_num_layers"]]}
 
     @classmethod
+    def attends(cls, facts: dict[str, Any]) -> bool:
+        """Whether heads of these HeadsConfig fields have an attention layer that takes its shape from the target."""
+        return cls.attention_layers > 0
+
+    @classmethod
     def settle(cls, facts: dict[str, Any]) -> dict[str, Any]:
         """The HeadsConfig fields asked for, checked. Raises ValueError for what the family cannot be made of."""
         return facts
 
     @classmethod
     def from_pretrained(cls, source: str, *args: Any, **kwargs: Any) -> DraftHeads:  # type: ignore[override]
-        """Heads from a folder or the Hub. Raises ValueError that lists every missing, unknown or misshapen tensor."""
+        """Heads from a folder or the Hub, safetensors only. Raises ValueError where they are damaged, or one that lists
+        every missing, unknown or misshapen tensor."""
         asked = kwargs.pop("output_loading_info", False)
         # mismatched sizes pass transformers' own check so that all of them can be named at once, below
-        kwargs |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
-        loaded: Any = super().from_pretrained(source, *args, **kwargs)
+        kwargs |= {"ignore_mismatched_sizes": True, "output_loading_info": True, "use_safetensors": True}
+        try:
+            loaded: Any = super().from_pretrained(source, *args, **kwargs)
+        except SafetensorError as error:
+            raise ValueError(f"the weights in {source} are damaged or cut short, get them again: {error}") from error
         heads, info = loaded
         wrong = [f"missing: {k}" for k in sorted(info["missing_keys"])]
         wrong += [f"unknown: {k}" for k in sorted(info["unexpected_keys"])]
@@ -205,6 +235,10 @@ class DraftHeads(PreTrainedModel, ABC):
         if heads.draft_ids is not None:
             check_draft_ids(heads.draft_ids, heads.config.target_vocab_size)
         return loaded if asked else heads  # type: ignore[no-any-return]
+
+    def push_to_hub(self, repo_id: str, *, private: bool | None = True, **kwargs: Any) -> str:  # type: ignore[override]
+        """Config and weights alone, a new repository being private; `headstart push` brings the whole folder."""
+        return str(super().push_to_hub(repo_id, private=private, **kwargs))  # type: ignore[arg-type]
 
     def _init_weights(self, module: nn.Module) -> None:
         """Called by transformers for tensors a checkpoint lacks: NaN, so that none passes for trained."""
@@ -221,12 +255,16 @@ class DraftHeads(PreTrainedModel, ABC):
             if facts[name] != getattr(mine, name)
         ]
         if wrong:
-            raise ValueError(f"heads of {mine.target_name or 'another target'} do not fit: " + "; ".join(wrong))
+            raise ValueError(
+                f"heads of {mine.target_name or 'another target'} do not fit {facts['target_name'] or 'this target'}: "
+                + "; ".join(wrong)
+            )
         notes = adapter_notes(mine.adapter, target)
         if mine.target_fingerprint and mine.target_fingerprint != fingerprint(Tie.of(target)):
             notes.append(
-                f"the heads were trained on {mine.target_name or 'another target'} with other weights than this "
-                "target's: the text stays exact, but fewer guesses will be accepted"
+                f"the heads were trained on {mine.target_name or 'another target'} ({mine.target_fingerprint}), with "
+                f"other weights than this target, {facts['target_name'] or 'which has no name'} "
+                f"({fingerprint(Tie.of(target))}): the text stays exact, but fewer guesses will be accepted"
             )
         return notes
 

@@ -29,6 +29,10 @@ class HeadsConfig(PreTrainedConfig):
     target_hidden_size: int = 0
     target_vocab_size: int = 0
     target_num_layers: int = 0
+    target_revision: str = ""
+    """Commit of the target on the Hub, where it was loaded from there."""
+    target_tokenizer: str = ""
+    """Digest of the tokens the heads were trained with, ``vocabulary_fingerprint``: other ones are a warning."""
     target_fingerprint: str = ""
     """Digest of a few rows of the target's embedding: same shape but other weights is a warning, not silence."""
     adapter: str | None = None
@@ -61,13 +65,24 @@ class HeadsConfig(PreTrainedConfig):
     """Hydra++: a decoder layer over the whole prefix stands before the heads."""
     dropout: float = 0.0
     """Hydra++: share of a block's output dropped in training."""
+    feature_noise: float = 0.0
+    """EAGLE-1: width of the uniform noise on the features in training, for a text of 512 tokens (published: 0.2)."""
+    fc_bias: bool = False
+    """EAGLE-1 that was trained elsewhere: fc has a bias. Heads made here have none: engines disagree on it."""
 
     def check_format(self) -> None:
-        """Raises ValueError where this folder was written by a release this one cannot follow."""
-        if self.format_version > FORMAT_VERSION:
+        """Raises ValueError where this folder was written by a release this one cannot follow, or lost its layer
+        ids."""
+        if not isinstance(self.format_version, int) or self.format_version > FORMAT_VERSION:
             raise ValueError(
                 f"these heads have format version {self.format_version}, this release reads up to {FORMAT_VERSION}: "
                 "upgrade with `pip install -U headstart-llm`"
+            )
+        listed, last = self.features, self.target_num_layers
+        if not listed or any(type(i) is not int or not 0 <= i <= last for i in listed):
+            raise ValueError(
+                f"the config of these heads says features={listed}: a list of layer ids was expected, hidden_states "
+                f"indices from 0 (the embedding) to {last} (the last layer); write in those the heads were trained on"
             )
 
 
@@ -140,6 +155,7 @@ def target_facts(target_config: PreTrainedConfig) -> dict[str, Any]:
     name = str(getattr(target_config, "name_or_path", "") or "")
     return {
         "target_name": Path(name).name if Path(name).exists() else name,  # no path of a machine in a heads folder
+        "target_revision": str(getattr(target_config, "_commit_hash", None) or ""),
         "target_model_type": text.model_type,
         "target_hidden_size": int(text.hidden_size),
         "target_vocab_size": int(text.vocab_size),

@@ -28,7 +28,8 @@ from headstart.heads.tie import Tie
 class Eagle(RecurrentHeads):
     """Slot t: fc([e(t + 1) ; f(t)]) through a decoder layer without input norm -> the guess at f(t + 1)."""
 
-    options: ClassVar[tuple[str, ...]] = ("layer", "unroll")
+    options: ClassVar[tuple[str, ...]] = ("layer", "unroll", "feature_noise")
+    tied_output: ClassVar[bool] = True
 
     def __init__(self, config: HeadsConfig) -> None:
         super().__init__(config)
@@ -39,7 +40,7 @@ class Eagle(RecurrentHeads):
                 f"EAGLE's layer is {config.layer['hidden_size']} wide, the target {width}: it guesses the target's own "
                 "features, so leave layer.hidden_size out"
             )
-        self.fc = nn.Linear(2 * width, width, bias=False)  # no bias: engines disagree on whether there is one
+        self.fc = nn.Linear(2 * width, width, bias=config.fc_bias)
         self.layer = DecoderLayer(config.layer, width)
         self.post_init()  # type: ignore[no-untyped-call]
 
@@ -63,8 +64,12 @@ class Eagle(RecurrentHeads):
         return True
 
     def begin(self, features: Tensor) -> Tensor:
-        """The feature itself, [B, k, H]."""
-        return features
+        """The feature itself, [B, k, H]; in training with uniform noise, as published 512 / T times ``feature_noise``
+        wide."""
+        noise = self.config.feature_noise
+        if not self.training or noise == 0:
+            return features
+        return features + (torch.rand_like(features) - 0.5) * (noise * 512 / features.shape[1])
 
     def mix(self, hidden: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
         """Attention and residual both go on from fc([embedding ; hidden]), [B, k, H]."""

@@ -99,9 +99,9 @@ class Eagle3(RecurrentHeads):
         """
         if not self.config.residual_last or self.path is None:
             return False
-        kept, width = list(batches), self.config.target_hidden_size
+        kept, width, power = list(batches), self.config.target_hidden_size, None
         for steps in range(1, 1 + max(2, self.config.unroll)):
-            path, fc, sizes = LeastSquares(), LeastSquares(), []
+            path, fc, sizes = LeastSquares(), LeastSquares(power), []
             for batch in kept:
                 for hidden, x, truth, _ in self._linear_steps(batch, tie, steps):
                     path.add(x, truth - hidden)
@@ -111,6 +111,7 @@ class Eagle3(RecurrentHeads):
                 fc.add(self._streams(features), truth - features[:, -width:] - self.path(x))
                 sizes.append(truth.pow(2).mean(-1).sqrt())
             self.fc.weight.copy_(fc.solve().T)
+            power = fc.power  # what fc reads stays
             self.norm.weight.fill_(float(torch.cat(sizes).mean()))
         return True
 

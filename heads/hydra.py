@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from headstart.heads.attention import additive, attend
-from headstart.heads.base import Batch, DraftHeads, predictions
+from headstart.heads.base import Batch, DraftHeads, positions, predictions
 from headstart.heads.config import HeadsConfig
 from headstart.heads.layers import DecoderLayer, ResBlock
 from headstart.heads.solve import LeastSquares
@@ -86,8 +86,15 @@ class Hydra(DraftHeads):
         return super().defaults(facts) | {"prefix_attention": True}
 
     @classmethod
+    def attends(cls, facts: dict[str, Any]) -> bool:
+        """Plain Hydra needs nothing of the target's attention."""
+        return bool(facts["prefix_attention"])
+
+    @classmethod
     def settle(cls, facts: dict[str, Any]) -> dict[str, Any]:
         """The layer over the prefix must be as wide as the target."""
+        if not facts["prefix_attention"]:
+            return facts
         if facts["layer"]["hidden_size"] != facts["target_hidden_size"]:
             raise ValueError(
                 f"Hydra's layer is {facts['layer']['hidden_size']} wide, the target {facts['target_hidden_size']}: its "
@@ -126,10 +133,10 @@ class Hydra(DraftHeads):
     def unroll(self, batch: Batch, tie: Tie, depths: int) -> Iterator[tuple[Tensor, Tensor]]:
         """One depth a head, over every slot: [B, T] and [B, T, H]. The last slots of a depth wrap and have no label."""
         slots = torch.arange(batch.tokens.shape[1], device=batch.tokens.device).expand_as(batch.tokens)
-        x, embedded = self._prefixed(batch), self.embed(batch.tokens, tie)
+        x, embedded = self.recomputed(self._prefixed, batch), self.embed(batch.tokens, tie)
         for d in range(depths):
             x = torch.cat([x, embedded.roll(-1 - d, 1)], -1)
-            yield slots, self._head(d, x, drop=True)
+            yield slots, self.recomputed(self._head, d, x, True)
 
     def open(self, rows: int, room: int, cache: Any) -> HydraState:
         """Keys and values of the layer over the prefix, where there is one."""
@@ -176,9 +183,9 @@ class Hydra(DraftHeads):
         if self.prefix is None or self.prefix_norm is None:
             return x
         normed = self.prefix_norm(x)
-        position = torch.arange(x.shape[1], device=x.device).expand(x.shape[0], -1)
-        cos, sin = self.prefix.rotary(position)
+        cos, sin = self.prefix.rotary(positions(batch.document))
+        index = torch.arange(x.shape[1], device=x.device)
         same = batch.document[:, :, None] == batch.document[:, None]
-        mask = additive(same & (position[:, :, None] >= position[:, None]), normed.dtype)
+        mask = additive(same & (index[:, None] >= index), normed.dtype)
         keys, values = self.prefix.keys_values(normed, cos, sin)
         return self.prefix.finish(x, attend(self.prefix.queries(normed, cos, sin), keys, values, mask))

@@ -76,7 +76,7 @@ class Medusa(DraftHeads):
         """One depth a head, all of them over every slot: [B, T] and [B, T, H]."""
         slots = torch.arange(batch.tokens.shape[1], device=batch.tokens.device).expand_as(batch.tokens)
         for block in self.blocks[:depths]:
-            yield slots, block(batch.features)
+            yield slots, self.recomputed(block, batch.features)
 
     def open(self, rows: int, room: int, cache: Any) -> MedusaState:
         """Nothing but the last feature is kept."""

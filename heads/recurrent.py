@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from headstart.heads.attention import Branches, additive, attend, attend_steps
-from headstart.heads.base import Batch, DraftHeads, predictions
+from headstart.heads.base import Batch, DraftHeads, positions, predictions
 from headstart.heads.layers import DecoderLayer
 from headstart.heads.tie import Tie
 
@@ -63,32 +63,43 @@ class RecurrentHeads(DraftHeads):
         hidden, tokens = self.begin(batch.features), batch.tokens
         length = tokens.shape[1]
         embedded = self.embed(_ahead(tokens, 1), tie)
-        positions = torch.arange(length, device=tokens.device).expand_as(tokens)
-        cos, sin = self.layer.rotary(positions)
+        place = positions(batch.document)
+        cos, sin = self.layer.rotary(place)
         x, residual = self.mix(hidden, embedded)
         k, v = self.layer.keys_values(x, cos, sin)
 
         x, residual, cos, sin = (_picked(part, slots) for part in (x, residual, cos, sin))
-        document = batch.document.gather(1, slots)
-        allowed = (slots[:, :, None] >= positions[:, None]) & (document[:, :, None] == batch.document[:, None])
-        allowed |= slots[:, :, None] == positions[:, None]  # padding sees itself: no row of the softmax is empty
+        document, index = batch.document.gather(1, slots), torch.arange(length, device=tokens.device)
+        allowed = (slots[:, :, None] >= index) & (document[:, :, None] == batch.document[:, None])
         mask = additive(allowed, x.dtype)
         attended = attend(self.layer.queries(x, cos, sin), k, v, mask)
         hidden = self.leave(self.layer.finish(residual, attended))
         yield slots, hidden
 
-        own_keys: list[Tensor] = []
-        own_values: list[Tensor] = []
+        own: tuple[tuple[Tensor, Tensor], ...] = ()  # keys and values of the steps since; never changed in place
         for depth in range(1, depths):
             embedded = self.embed(_ahead(tokens, 1 + depth).gather(1, slots), tie)
-            x, residual = self.mix(hidden, embedded)
-            cos, sin = self.layer.rotary(slots + depth)
-            key, value = self.layer.keys_values(x, cos, sin)
-            own_keys.append(key)
-            own_values.append(value)
-            attended = attend_steps(self.layer.queries(x, cos, sin), k, v, mask, own_keys, own_values)
-            hidden = self.leave(self.layer.finish(residual, attended))
+            turn = self.layer.rotary(place.gather(1, slots) + depth)
+            hidden, own = self.recomputed(self._further, hidden, embedded, turn, k, v, mask, own)
             yield slots, hidden
+
+    def _further(
+        self,
+        hidden: Tensor,
+        embedded: Tensor,
+        turn: tuple[Tensor, Tensor],
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor,
+        own: tuple[tuple[Tensor, Tensor], ...],
+    ) -> tuple[Tensor, tuple[tuple[Tensor, Tensor], ...]]:
+        """A later step of the unroll: hidden [B, M, H] and, with its own keys and values added, those of the steps
+        since. ``turn`` cos and sin [B, M, c]; ``k``, ``v``, ``mask`` and ``own`` as of ``attend_steps``."""
+        x, residual = self.mix(hidden, embedded)
+        own = (*own, self.layer.keys_values(x, *turn))
+        keys, values = zip(*own, strict=True)
+        attended = attend_steps(self.layer.queries(x, *turn), k, v, mask, keys, values)
+        return self.leave(self.layer.finish(residual, attended)), own
 
     def open(self, rows: int, room: int, cache: Any) -> RecurrentState:
         """``cache`` for one layer; see ``DraftHeads.open``."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ class Tie:
     embedding_scale: float = 1.0  # multiplied in by the model after its embedding module (Gemma, Granite)
     logit_scale: float = 1.0  # multiplied into the logits (Cohere), or 1 / logits_scaling (Granite)
     softcap: float | None = None  # cap * tanh(logits / cap) (Gemma2)
+    picked: tuple[Tensor, Tensor | None] | None = None  # rows [D, H] and bias [D] that ``pick`` has gathered
 
     @classmethod
     def of(cls, target: Any) -> Tie:
@@ -47,6 +50,14 @@ class Tie:
         weight: Tensor = self.output.weight  # type: ignore[assignment]
         return weight
 
+    def pick(self, rows: Tensor) -> Tie:
+        """This tie for one call of decoding: the output rows for token ids ``rows`` [D] are gathered once."""
+        return replace(self, picked=self._rows(rows))
+
+    def _rows(self, rows: Tensor) -> tuple[Tensor, Tensor | None]:
+        bias: Tensor | None = getattr(self.output, "bias", None)
+        return self.weight[rows], None if bias is None else bias[rows]
+
     def embed(self, tokens: Tensor) -> Tensor:
         """Token ids [...] -> embeddings [..., H] as the first layer sees them."""
         embedded: Tensor = self.embedding(tokens)
@@ -57,8 +68,7 @@ class Tie:
         if rows is None:
             logits: Tensor = self.output(hidden.to(self.weight.dtype))
         else:
-            bias: Tensor | None = getattr(self.output, "bias", None)
-            logits = F.linear(hidden.to(self.weight.dtype), self.weight[rows], None if bias is None else bias[rows])
+            logits = F.linear(hidden.to(self.weight.dtype), *(self.picked or self._rows(rows)))
         return self.shape(logits)
 
     def shape(self, logits: Tensor) -> Tensor:
@@ -76,3 +86,22 @@ def fingerprint(tie: Tie) -> str:
     picked = weight[[0, weight.shape[0] // 2, weight.shape[0] - 1]].detach().cpu()
     rows = picked.bfloat16().float().contiguous()  # the same whether loaded in float32 or bfloat16
     return hashlib.sha256(rows.numpy().tobytes()).hexdigest()[:16]
+
+
+def vocabulary_fingerprint(vocabulary: Mapping[str, int]) -> str:
+    """Digest of a tokenizer's ``get_vocab()``, {token: id}; chat templates and merges do not count."""
+    told = json.dumps(sorted((token_id, token) for token, token_id in vocabulary.items()))
+    return hashlib.sha256(told.encode()).hexdigest()[:16]
+
+
+def tokenizer_notes(wanted: str, tokenizer: Any) -> list[str]:
+    """What a user should know where heads were trained with the tokens of digest ``wanted`` ("" = nobody noted them)
+    and ``tokenizer`` has others."""
+    found = vocabulary_fingerprint(tokenizer.get_vocab()) if wanted else ""
+    if wanted == found:
+        return []
+    name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
+    return [
+        f"the heads were trained with other tokens ({wanted}) than those of this tokenizer, {name} ({found}): ids stay "
+        "exactly the target's, but unless both belong to this target the text is wrong, or few guesses are accepted"
+    ]

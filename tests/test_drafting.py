@@ -194,6 +194,8 @@ class Watcher(HeadsDrafter):
         fresh.observe(Seen(tokens, count, features))
         other = fresh.grow(root, budget)
         assert torch.equal(tree.tokens, other.tokens) and torch.equal(tree.parents, other.parents)
+        if self._fresh:  # without room for guesses nothing was taken in
+            self._catch_up()
         assert self._root is not None and fresh._root is not None
         close(self._root, fresh._root)
         WATCHED.append(int(count.max()))

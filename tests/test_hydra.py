@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from headstart.heads import Tie
+from headstart.heads import Hydra, Tie
 from headstart.heads.base import predictions
 from tests.families import KINDS, disturbed, documents
 from tests.reference import hydra_hidden
@@ -41,3 +41,12 @@ def test_dropout_is_of_training_only() -> None:
 def test_a_layer_of_another_width_is_refused() -> None:
     with pytest.raises(ValueError, match="layer is 32 wide, the target 64"):
         KINDS["hydra"].make(llama(), layer={"hidden_size": 32})
+
+
+def test_plain_hydra_asks_nothing_of_the_targets_attention() -> None:
+    """A rotary scaling that depends on the length cannot be mirrored, and plain heads have no use for it."""
+    target = llama()
+    target.config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    assert Hydra.from_target(target, prefix_attention=False).config.layer is None
+    with pytest.raises(ValueError, match="depends on the length"):
+        Hydra.from_target(target)

@@ -126,6 +126,10 @@ def test_least_squares_over_batches(dtype: torch.dtype) -> None:
     below = torch.cat([x, weight.sqrt() * torch.eye(12, dtype=torch.float64)])
     expected = torch.linalg.lstsq(below, torch.cat([y, torch.zeros(12, 5, dtype=torch.float64)])).solution
     torch.testing.assert_close(solver.solve(0.1), expected, atol=1e-5, rtol=1e-5)
+    once_more, fresh = LeastSquares(solver.power), LeastSquares()
+    for one in (once_more, fresh):
+        one.add(x.to(dtype), 2 - y.to(dtype))
+    torch.testing.assert_close(once_more.solve(0.1), fresh.solve(0.1), atol=1e-5, rtol=1e-5)
 
 
 def test_inputs_that_are_always_zero_do_not_break_the_solution() -> None:

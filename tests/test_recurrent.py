@@ -119,6 +119,16 @@ def test_eagle_regresses_the_features_themselves() -> None:
     assert float((more - plain).detach()) == pytest.approx(2 * expected, rel=1e-4)
 
 
+def test_feature_noise_is_of_training_only_and_as_wide_as_published() -> None:
+    heads = KINDS["eagle"].make(llama(), feature_noise=0.2)
+    features = torch.zeros(4, 256, 64)
+    heads.train()
+    noise = heads.begin(features)
+    assert 0.19 < float(noise.abs().max()) <= 0.2 and abs(float(noise.mean())) < 2e-3  # 0.1 at 512 tokens, 0.2 at 256
+    heads.eval()
+    assert torch.equal(heads.begin(features), features)
+
+
 def test_other_families_regress_nothing() -> None:
     target = llama()
     for name in ("medusa", "hydra", "eagle3"):
