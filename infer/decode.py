@@ -2,8 +2,8 @@
 
     prompt[:-1] --prefill--> the drafter sees it; the last prompt token is the first root (who guesses without features
            lets the end of the prompt run together with the first tree)
-    loop:  grow a tree of guesses -> verify all of it in ONE forward -> a rule keeps a path -> commit it -> show it to
-           the drafter
+    loop:  grow a tree of guesses, no larger than pays -> verify all of it in ONE forward -> a rule keeps a path ->
+           commit it -> show it to the drafter
 
 Legend: B rows, P prompt, n tree nodes, k path length, F features.
 """
@@ -19,6 +19,7 @@ from transformers.cache_utils import Cache
 from headstart.infer.accept import Accepted, Rule, on_host, walk
 from headstart.infer.drafter import Drafter
 from headstart.infer.grow import Budget
+from headstart.infer.planner import Fixed, Planner
 from headstart.infer.report import Clock, Report
 from headstart.infer.target import Seen, Target, Verified
 from headstart.infer.tree import DraftTree, depths, pruned, sent, siblings_before
@@ -43,13 +44,15 @@ def decode(
     limits: Limits,
     known: Cache | None = None,
     walking: bool = False,
+    planner: Planner | None = None,
 ) -> Report:
     """Emits tokens through ``visit`` until every row has stopped.
 
     ``ids`` [B, P] left-aligned prompts and ``lengths`` [B] their true lengths; ``known`` a stock cache of their first
-    tokens; ``walking`` accepts on the device by ``walk``, which stands for the rule "match" (see ``Emission.walks``).
-    Returns the counts of the call.
+    tokens; ``walking`` accepts on the device by ``walk``, which stands for the rule "match" (see ``Emission.walks``);
+    ``planner`` says what a step may spend (None = all of ``limits``). Returns the counts of the call.
     """
+    planner = planner or Fixed()
     report = Report()
     clock = Clock(report)
     drafter.start(ids, lengths, ids.shape[1] + max(visit.wanted()))
@@ -59,13 +62,15 @@ def decode(
     clock.lap("prefill")
 
     while any(wanted := visit.wanted()):
-        budget = _budget(wanted, target, limits)
+        budget = planner.open(_budget(wanted, target, limits), max(target.kept), sum(n > 0 for n in wanted))
         tree = pruned(drafter.grow(visit.roots().to(ids.device), budget), budget.room, target.vocab_size)
+        tree = planner.cut(tree)
         clock.lap("draft")
 
         part = "prefill" if target.held else "verify"
         verified = target.verify(tree)
         clock.lap(part)
+        report.verify_steps += part == "verify"
 
         visit.open(tree, verified)
         if walking:
@@ -74,14 +79,17 @@ def decode(
         else:
             tree = on_host(tree)  # rules decide node by node: one sync here, and one for each draw
             step = _read(tree, rule(tree, visit))
-        target.commit(step.accepted)
         _count(report, step, visit)
+        planner.learn(step.accepted, [n > 0 for n in visit.wanted()])
         clock.lap("accept")
+        target.commit(step.accepted)
+        clock.lap("commit")
 
         drafter.observe(_seen(tree, verified, step.accepted))
         clock.lap("draft")
 
-    report.forwards, report.syncs = target.forwards, visit.reads + report.steps
+    report.forwards, report.syncs = target.forwards, visit.reads + report.steps + planner.reads
+    report.plan, report.plain_steps = planner.name, planner.plain_steps
     report.tokens -= visit.overshoot()
     return report
 

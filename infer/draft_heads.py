@@ -5,9 +5,11 @@ Legend: B rows, w frontier, c children, D draft vocabulary, F features, H head w
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from headstart.heads import DraftHeads, Tie
@@ -15,6 +17,8 @@ from headstart.infer.cache import TreeCache
 from headstart.infer.grow import Budget, Children, Sampling, Shape, best_first, offered, static
 from headstart.infer.target import Seen
 from headstart.infer.tree import DraftTree, root_only
+
+FRESH = 256  # tokens of steps that may wait
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,9 @@ class HeadsDrafter:
     def __init__(self, source: HeadsSource, tie: Tie, ends: Tensor, sampling: Sampling | None = None) -> None:
         """``tie`` of the target; ``ends`` [e] end tokens."""
         self.wants = source.wants
-        self.heads, self.tie, self.ends = source.heads, tie, ends
+        self.heads, self.ends = source.heads, ends
+        said = self.heads.draft_ids
+        self.tie = tie.pick(said) if said is not None and self.heads.tied_output else tie
         self.width, self.branch, self.shape = source.width, source.branch, source.shape
         self._sampling = sampling
         if sampling is not None:
@@ -74,6 +80,7 @@ class HeadsDrafter:
             self.branch = max(self.branch, 1 + max(self.shape.ranks))
         self._state: Any = None
         self._root: Tensor | None = None  # [B, 1, H]
+        self._fresh: list[Seen] = []  # of steps, not in the heads' state yet
         self._cache: TreeCache | None = None
 
     def start(self, ids: Tensor, lengths: Tensor, room: int) -> None:
@@ -83,7 +90,17 @@ class HeadsDrafter:
         self._state = self.heads.open(ids.shape[0], room, self._cache)
 
     def observe(self, seen: Seen) -> None:
-        """Committed features [B, k, F] into the heads' state."""
+        """Committed features [B, k, F]: of the prompt into the heads' state, of a step kept for the next tree.
+
+        Steps that guess nothing then cost nothing here; their tokens are taken in at once when guessing goes on.
+        """
+        self._fresh.append(seen._replace(tree=None, verified=None))
+        if seen.tree is None or sum(part.tokens.shape[1] for part in self._fresh) >= FRESH:
+            self._catch_up()
+
+    def _catch_up(self) -> None:
+        """What is fresh into the heads' state."""
+        seen, self._fresh = joined(self._fresh), []
         assert seen.features is not None
         features = seen.features.to(self.heads.device, self.heads.dtype)
         tokens, count = (x.to(self.heads.device, non_blocking=True) for x in (seen.tokens, seen.count))
@@ -94,8 +111,10 @@ class HeadsDrafter:
     def grow(self, root: Tensor, budget: Budget) -> DraftTree:
         """A tree below root [B]; only the root where nothing was seen yet (a prompt of one token)."""
         depth = min(budget.depth, self.heads.config.num_draft_heads)
-        if self._root is None or depth < 1 or budget.nodes < 2:
+        if (self._root is None and not self._fresh) or depth < 1 or budget.nodes < 2:
             return root_only(root)
+        if self._fresh:
+            self._catch_up()
         budget = budget._replace(depth=depth)
         if self.shape is not None:
             return static(root, self._expand, budget, self.shape, self.ends)
@@ -114,3 +133,16 @@ class HeadsDrafter:
         ids = None if self.heads.draft_ids is None else self.heads.draft_ids.to(self.ends.device)
         vocab_size = self.tie.weight.shape[0]
         return offered(logits, self.branch, ids=ids, vocab_size=vocab_size, sampling=self._sampling)
+
+
+def joined(parts: Sequence[Seen]) -> Seen:
+    """Several steps as one: the tokens of each row [B, k] one after the other, without gaps."""
+    if len(parts) == 1:
+        return parts[0]
+    tokens = torch.cat([part.tokens for part in parts], 1)
+    features = torch.cat([part.features for part in parts if part.features is not None], 1)
+    real = torch.cat([torch.arange(part.tokens.shape[1]) < part.count[:, None] for part in parts], 1)
+    count = real.sum(1)
+    order = (~real).long().argsort(dim=1, stable=True)[:, : max(1, int(count.max()))]  # [B, k]
+    place = order.to(features.device)[:, :, None].expand(-1, -1, features.shape[2])
+    return Seen(tokens.gather(1, order), count, features.gather(1, place))

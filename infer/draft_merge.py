@@ -5,10 +5,12 @@ Legend: B rows, n nodes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from headstart.infer.draft_ngram import from_lists
@@ -91,17 +93,26 @@ class _Union:
 
 
 def merge(trees: Sequence[DraftTree], nodes: int) -> DraftTree:
-    """Union of deterministic trees [B, n_i] of the same roots, cut at ``nodes``; earlier trees first, no path twice."""
+    """Union of deterministic trees [B, n_i] of the same roots, cut at ``nodes``; earlier trees first, no path twice.
+
+    A node claims the most that any tree claims for it; nothing is claimed where a tree makes no claims.
+    """
     if any(tree.drawn is not None for tree in trees):
         raise ValueError(
             "only deterministic trees can be merged: a sampled guess is tied to the siblings it was drawn with"
         )
     root, merged = trees[0].tokens[:, 0], []
-    lists = [(tree.tokens.tolist(), tree.parents.tolist(), tree.valid.tolist()) for tree in trees]
+    told = all(tree.logq is not None or tree.tokens.shape[1] == 1 for tree in trees)
+    claims = [torch.zeros_like(tree.tokens) if tree.logq is None else tree.logq for tree in trees]
+    lists = [
+        (tree.tokens.tolist(), tree.parents.tolist(), tree.valid.tolist(), logq.tolist())
+        for tree, logq in zip(trees, claims, strict=True)
+    ]
+    claimed = []
     for row in range(root.shape[0]):
-        tokens, parents = [int(root[row])], [-1]
+        tokens, parents, chances = [int(root[row])], [-1], [0.0]
         children: dict[tuple[int, int], int] = {}
-        for all_tokens, all_parents, all_valid in lists:
+        for all_tokens, all_parents, all_valid, all_claims in lists:
             place = {0: 0}  # node of this tree -> node of the union
             for node in range(1, len(all_tokens[row])):
                 parent = place.get(all_parents[row][node])
@@ -114,6 +125,9 @@ def merge(trees: Sequence[DraftTree], nodes: int) -> DraftTree:
                     children[key] = len(tokens)
                     tokens.append(key[1])
                     parents.append(parent)
-                place[node] = children[key]
+                    chances.append(-math.inf)
+                place[node] = at = children[key]
+                chances[at] = max(chances[at], all_claims[row][node])
         merged.append((tokens, parents))
-    return from_lists(merged, root)
+        claimed.append(chances)
+    return from_lists(merged, root, claimed if told else None)

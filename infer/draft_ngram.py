@@ -6,6 +6,7 @@ Legend: B rows, P prompt, n nodes, k path length, w frontier, c children, V targ
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -72,10 +73,9 @@ class _Lookup:
 
     def grow(self, root: Tensor, budget: Budget) -> DraftTree:
         """A trie of continuations below root [B]."""
-        tries = []
-        for row, room in enumerate(budget.room.tolist()):
-            tries.append(self._trie(row, min(room, budget.depth), budget.nodes))
-        return from_lists(tries, root)
+        rooms = enumerate(budget.room.tolist())
+        tries = [self._trie(row, min(room, budget.depth), budget.nodes) for row, room in rooms]
+        return from_lists([trie[:2] for trie in tries], root, [claimed for _, _, claimed in tries])
 
     def _extend(self, row: int, tokens: Sequence[int]) -> None:
         text, places = self._texts[row], self._places[row]
@@ -84,16 +84,20 @@ class _Lookup:
             for n in range(self._source.shortest, min(self._source.longest, len(text)) + 1):
                 places.setdefault(tuple(text[-n:]), []).append(len(text))
 
-    def _trie(self, row: int, depth: int, nodes: int) -> tuple[list[int], list[int]]:
-        """Tokens and parents, the root first."""
+    def _trie(self, row: int, depth: int, nodes: int) -> tuple[list[int], list[int], list[float]]:
+        """Tokens, parents and claimed log-probabilities, the root first.
+
+        A match of m tokens claims 1 - 2^-m of what the guesses before it left at a node: rough, but a longer match
+        claims more, and that is what a plan calibrates.
+        """
         text, places = self._texts[row], self._places[row]
-        tokens, parents = [text[-1]], [-1]
+        tokens, parents, claimed, left = [text[-1]], [-1], [0.0], [1.0]
         children: dict[tuple[int, int], int] = {}
         looked: set[int] = set()
         for n in range(min(self._source.longest, len(text)), self._source.shortest - 1, -1):
             for begin in reversed(places.get(tuple(text[-n:]), [])):
                 if len(looked) >= self._source.matches or len(tokens) >= nodes:
-                    return tokens, parents
+                    return tokens, parents, claimed
                 if begin in looked or begin >= len(text):
                     continue  # seen as part of a longer match, or the text's own end
                 looked.add(begin)
@@ -105,10 +109,13 @@ class _Lookup:
                         children[at, token] = len(tokens)
                         tokens.append(token)
                         parents.append(at)
+                        claimed.append(math.log(max(left[at] * (1 - 0.5**n), 1e-9)))
+                        left[at] *= 0.5**n
+                        left.append(1.0)
                     at = children[at, token]
                     if token in self._ends:
                         break
-        return tokens, parents
+        return tokens, parents, claimed
 
 
 @dataclass(frozen=True)
@@ -169,10 +176,16 @@ class _Recycler:
         return Children(self._logq.expand_as(ids).masked_fill(ids < 0, -torch.inf), ids.clamp(min=0))
 
 
-def from_lists(trees: Sequence[tuple[list[int], list[int]]], like: Tensor) -> DraftTree:
-    """One (tokens, parents) a row, the root first -> a tree [B, n] on the device of ``like``, short rows padded."""
+def from_lists(
+    trees: Sequence[tuple[list[int], list[int]]], like: Tensor, claimed: Sequence[list[float]] | None = None
+) -> DraftTree:
+    """One (tokens, parents) a row, the root first -> a tree [B, n] on the device of ``like``, short rows padded.
+
+    ``claimed`` log-probabilities of the same nodes given their parents.
+    """
     n = max(len(tokens) for tokens, _ in trees)
     tokens = [row + [0] * (n - len(row)) for row, _ in trees]
     parents = [row + [-1] * (n - len(row)) for _, row in trees]
     valid = [[i < len(row) for i in range(n)] for row, _ in trees]
-    return DraftTree(*(torch.tensor(x, device=like.device) for x in (tokens, parents, valid)))
+    logq = None if claimed is None else torch.tensor([x + [0.0] * (n - len(x)) for x in claimed], device=like.device)
+    return DraftTree(*(torch.tensor(x, device=like.device) for x in (tokens, parents, valid)))._replace(logq=logq)

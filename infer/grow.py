@@ -40,7 +40,8 @@ class Budget(NamedTuple):
     nodes: int  # with the root
     depth: int  # guesses after the root, on the longest path
     room: Tensor  # [B] the same, per row: tokens still wanted and positions still left
-    more: Callable[[Tensor], bool] | None = None  # asked with the frontier's path log-probabilities [B, w]
+    more: Callable[[Tensor, int], bool] | None = None  # whether to grow a level below the frontier: asked with its path
+    # log-probabilities [B, w], -inf where nothing may grow, and its depth
 
 
 class Shape(NamedTuple):
@@ -109,7 +110,7 @@ def best_first(root: Tensor, expand: Expand, budget: Budget, width: int, barren:
     frontier, above = torch.zeros(batch, 1, dtype=torch.int64, device=device), torch.zeros_like(root[:, None])
     path = scores  # [B, w] of the frontier; -inf where nothing may grow
     for depth in range(budget.depth):
-        if depth and budget.more is not None and not budget.more(path):
+        if depth and budget.more is not None and not budget.more(path, depth):
             break
         logq, ids, law = expand(tokens.gather(1, frontier), above, depth)
         w, c = frontier.shape[1], logq.shape[2]
@@ -140,16 +141,21 @@ def _likeliest(tokens: Tensor, parents: Tensor, scores: Tensor, nodes: int) -> t
 
     Returns the tree and which nodes [B, n] were kept.
     """
-    batch, m = tokens.shape
     kept = scores.sort(dim=1, descending=True, stable=True).indices[:, :nodes].sort(dim=1).values  # [B, n]
-    number = torch.full((batch, m), -1, dtype=torch.int64, device=tokens.device)
-    number.scatter_(1, kept, torch.arange(kept.shape[1], device=tokens.device).expand_as(kept))
-    old = parents.gather(1, kept)
-    new = torch.where(old >= 0, number.gather(1, old.clamp(min=0)), -1)
-    score = scores.gather(1, kept)
-    logq = score - score.gather(1, new.clamp(min=0))
-    valid = score > -torch.inf
-    return DraftTree(tokens.gather(1, kept), new, valid, torch.where(valid & (new >= 0), logq, 0.0)), kept
+    tree = taken(DraftTree(tokens, parents, scores > -torch.inf, scores), kept)
+    assert tree.logq is not None
+    logq = tree.logq - tree.logq.gather(1, tree.parents.clamp(min=0))
+    return tree._replace(logq=torch.where(tree.valid & (tree.parents >= 0), logq, 0.0)), kept
+
+
+def taken(tree: DraftTree, kept: Tensor) -> DraftTree:
+    """The nodes ``kept`` [B, n] of a deterministic tree [B, m], ascending and each with its ancestors, renumbered."""
+    number = torch.full_like(tree.parents, -1)
+    number.scatter_(1, kept, torch.arange(kept.shape[1], device=kept.device).expand_as(kept))
+    old = tree.parents.gather(1, kept)
+    parents = torch.where(old >= 0, number.gather(1, old.clamp(min=0)), -1)
+    logq = None if tree.logq is None else tree.logq.gather(1, kept)
+    return DraftTree(tree.tokens.gather(1, kept), parents, tree.valid.gather(1, kept), logq)
 
 
 def static(root: Tensor, expand: Expand, budget: Budget, shape: Shape, barren: Tensor | None = None) -> DraftTree:

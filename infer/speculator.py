@@ -14,20 +14,23 @@ from transformers.generation.stopping_criteria import StopStringCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from headstart.heads import DraftHeads, Tie, load_heads
+from headstart.heads.tie import tokenizer_notes
 from headstart.infer.accept import LOSSY, RULES, Rule, block, match, typical
 from headstart.infer.checks import bare, check_bound, check_call, check_length, check_target, left_aligned
+from headstart.infer.costs import check_plan, one_shape, plan_for, plan_in
 from headstart.infer.decode import Limits, decode
 from headstart.infer.draft_heads import HeadsSource
 from headstart.infer.draft_lookahead import Lookahead
 from headstart.infer.draft_merge import Merged
 from headstart.infer.draft_model import DraftModel
 from headstart.infer.draft_ngram import PromptLookup, TokenRecycling
-from headstart.infer.drafter import Source
-from headstart.infer.grow import Sampling
+from headstart.infer.drafter import Source, sampling_as
+from headstart.infer.plan import Plan
+from headstart.infer.planner import Planning
 from headstart.infer.probe import check_model
 from headstart.infer.report import Report
 from headstart.infer.target import Target, compute_dtype, home
-from headstart.infer.visit import WARPERS, Emission
+from headstart.infer.visit import Emission
 
 logger = logging.getLogger(__name__)
 
@@ -56,17 +59,21 @@ class Speculator:
         depth: int | None = None,
         walk: bool | None = None,
         compile: bool | str = False,
+        plan: str | Plan = "fixed",
         **options: Any,
     ) -> None:
         """``source`` heads in memory, a name in DRAFTERS, a draft model, any Source, or a list of them to merge.
 
         ``nodes`` a pass verifies, root included; ``depth`` guesses on the longest path (None = all the source has);
         ``walk`` accepts without a sync for each token where that is exact (None = on an accelerator); ``compile`` runs
-        the verify pass through torch.compile (True, or the name of a backend); ``options`` are the fields of
-        HeadsSource, DraftModel or the named source. Raises ValueError where target and source do not fit, before any
-        token.
+        the verify pass through torch.compile (True, or the name of a backend); ``plan`` "fixed" spends all of nodes and
+        depth in every step, "adaptive" what pays by costs measured here once, a Plan by what ``headstart tune`` found;
+        ``options`` are the fields of HeadsSource, DraftModel or the named source. Raises ValueError where target and
+        source do not fit, before any token.
         """
         source = _source(source, options)
+        check_plan(plan)
+        source, nodes = one_shape(source, nodes, plan) if compile else (source, nodes)
         if rule not in RULES:
             raise ValueError(f"unknown rule {rule!r}; known are {sorted(RULES)}")
         if nodes < 1 or (depth is not None and depth < 0):
@@ -80,21 +87,40 @@ class Speculator:
             self.notes.append(f"depth {depth} was asked for, {source.name} guesses {most} tokens: {most} is used")
         self.nodes, self.depth = nodes, most if depth is None else min(depth, most)
         _check_shapes(source, nodes)
-        self._compiled = torch.compile(model, backend=_backend(compile), dynamic=False) if compile else None
+        self.compiled = _backend(compile) if compile else None
+        self._compiled = torch.compile(model, backend=self.compiled, dynamic=False) if self.compiled else None
+        self._sizes = (nodes,) if plan == "fixed" else (1, nodes)  # few shapes to compile
+        self.planning = Planning(None, self.depth)
+        self.planning = Planning(plan_for(self, plan), self.depth)  # may measure, by calls without a plan
         self.report = Report()
         for note in self.notes:
             logger.warning(note)
 
     @classmethod
     def from_pretrained(
-        cls, source: str, target: Any, *, revision: str | None = None, also: Sequence[str] = (), **options: Any
+        cls,
+        source: str,
+        target: Any,
+        *,
+        revision: str | None = None,
+        token: str | bool | None = None,
+        tokenizer: Any = None,
+        also: Sequence[str] = (),
+        **options: Any,
     ) -> Speculator:
-        """Heads from a folder or the Hub, in the target's dtype and on its output's device; ``also`` names drafters
-        whose guesses are merged with theirs."""
-        heads = load_heads(source, **({"revision": revision} if revision else {}))
-        weight = Tie.of(target).weight
-        torch.nn.Module.to(heads, device=weight.device, dtype=compute_dtype(target))
-        return cls(target, [*also, heads] if also else heads, **options)
+        """Heads from a folder or the Hub; ``also`` names drafters whose guesses are merged with theirs.
+
+        ``revision`` and ``token`` are the Hub's. A ``tokenizer`` is compared with the one the heads were trained with.
+        ``plan="adaptive"`` begins with the plan that ``headstart tune`` wrote beside them.
+        """
+        heads = heads_for(target, source, revision=revision, token=token)
+        if options.get("plan") == "adaptive":
+            options["plan"] = plan_in(source, revision, token) or "adaptive"
+        fast = cls(target, [*also, heads] if also else heads, **options)
+        for note in [] if tokenizer is None else tokenizer_notes(heads.config.target_tokenizer, tokenizer):
+            fast.notes.append(note)
+            logger.warning(note)
+        return fast
 
     def generate(
         self,
@@ -146,12 +172,16 @@ class Speculator:
             text = model.config.get_text_config(decoder=True)
             limits = Limits(self.nodes, self.depth, getattr(text, "max_position_embeddings", None) or 1 << 60)
             ends = torch.tensor(sorted(visit.ends), dtype=torch.int64, device=device)
-            drafter = self.source.drafter(model, ends, _sampling(logits_processor) if name == "rejection" else None)
-            target = self._bound(model, drafter.wants, visit)
+            drawing = sampling_as(logits_processor) if name == "rejection" else None
+            drafter = self.source.drafter(model, ends, drawing)
+            target = self.bound(drafter.wants, visit.max_length)
             walking = rule is match and visit.walks and (device.type != "cpu" if self.walk is None else self.walk)
             walking &= input_ids.device == device or not visit.do_sample  # draws are made where the prompt is
             prompt = (ids.to(device), lengths.to(device))
-            report = decode(target, drafter, rule, visit, *prompt, limits, known, walking)
+            kind = name if generation_config.do_sample else "greedy"
+            planner = self.planning.begin(kind, len(ids), drawing is not None)
+            report = decode(target, drafter, rule, visit, *prompt, limits, known, walking, planner)
+            self.planning.end(kind, planner)
             report.drafter, report.rule, report.lossless = self.source.name, name, name not in LOSSY
             report.dtype, report.attention = str(compute_dtype(model)).removeprefix("torch."), text._attn_implementation
             report.notes = list(self.notes)
@@ -171,12 +201,17 @@ class Speculator:
                 raise ValueError(f"{kept} are not available with rule {name!r} here: use rule='match'")
         return name, rule
 
-    def _bound(self, model: Any, wants: tuple[int, ...], visit: Emission) -> Target:
-        """The target of one call; a compiled one sees trees of one size and a cache that never grows."""
+    @property
+    def model(self) -> Any:
+        """The causal LM inside whatever wraps the target."""
+        return bare(self.target)
+
+    def bound(self, wants: tuple[int, ...], length: int) -> Target:
+        """The target of one call of up to ``length`` tokens; a compiled one sees trees of one size, or two where steps
+        may be plain, and a cache that never grows."""
         if self._compiled is None:
-            return Target(model, wants)
-        room = visit.max_length + self.nodes
-        return Target(model, wants, room=room, compiled=self._compiled, nodes=self.nodes)
+            return Target(self.model, wants)
+        return Target(self.model, wants, room=length + self.nodes, compiled=self._compiled, sizes=self._sizes)
 
     def _emission(
         self, ids: Tensor, processors: Any, criteria: Any, config: GenerationConfig, sink: Any, rule: Rule
@@ -193,6 +228,16 @@ class Speculator:
             in_order=rule is match,
             record=bool(config.return_dict_in_generate and (config.output_scores or config.output_logits)),
         )
+
+
+def heads_for(target: Any, source: str, **where: Any) -> DraftHeads:
+    """Heads from ``source``, a folder or Hub id, in the target's dtype and on its output's device.
+
+    ``where`` are keywords of ``from_pretrained``: revision, token, cache_dir, local_files_only.
+    """
+    heads = load_heads(source, **{name: value for name, value in where.items() if value is not None})
+    torch.nn.Module.to(heads, device=Tie.of(target).weight.device, dtype=compute_dtype(target))
+    return heads
 
 
 def _check_shapes(source: Source, nodes: int) -> None:
@@ -215,20 +260,6 @@ def _backend(compile: bool | str) -> str:
     if name not in known:
         raise ValueError(f"unknown torch.compile backend {name!r}; known are {known}")
     return name
-
-
-def _sampling(processors: Sequence[Any]) -> Sampling:
-    """How guesses are drawn: warped as the target's tokens are, by a generator seeded from the global one."""
-    generators: dict[torch.device, torch.Generator] = {}
-    seed = int(torch.randint(1 << 62, (1,)))
-
-    def pick(law: Tensor) -> Tensor:
-        """[R, V] -> [R]."""
-        if law.device not in generators:
-            generators[law.device] = torch.Generator(law.device).manual_seed(seed)
-        return torch.multinomial(law, 1, generator=generators[law.device])[:, 0]
-
-    return Sampling(pick, tuple(p for p in processors if isinstance(p, WARPERS)))
 
 
 def _source(source: Any, options: dict[str, Any]) -> Source:

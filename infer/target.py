@@ -5,7 +5,7 @@ Legend: B rows, P prompt, n tree nodes, k tokens of a chunk or path, S cache slo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -46,12 +46,12 @@ class Target:
         wants: tuple[int, ...] = (),
         room: int = 0,
         compiled: Callable[..., Any] | None = None,
-        nodes: int = 0,
+        sizes: Sequence[int] = (),
     ) -> None:
         """``room`` tokens a row the cache begins with; ``compiled`` the same model for verifying, whose trees are all
-        filled up to ``nodes``: with it the room must be enough for the whole text and a tree."""
+        filled up to one of the ``sizes``, ascending: with it the room must be enough for the whole text and a tree."""
         self.model = model
-        self._compiled, self._nodes = compiled, nodes
+        self._compiled, self._sizes = compiled, sizes
         self.wants = wants
         self.forwards = 0
         self._room = room
@@ -114,7 +114,8 @@ class Target:
         n = tree.tokens.shape[1]
         if self._held is not None:
             return self._verify_with_prompt(tree, self._held)
-        tree = filled(tree, self._nodes) if self._compiled is not None else tree
+        if self._compiled is not None:
+            tree = filled(tree, next(size for size in self._sizes if size >= n))
         depth = torch.where(tree.valid, depths(tree.parents), 0)
         out = self._forward(tree, visible(tree), depth, keep=0, model=self._compiled)
         features = self._features(out)

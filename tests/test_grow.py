@@ -93,12 +93,12 @@ def test_nothing_grows_below_an_end_token() -> None:
 def test_growth_ends_when_more_says_so() -> None:
     asked = []
 
-    def more(logq: Tensor) -> bool:
-        asked.append(logq)
-        return len(asked) < 2
+    def more(logq: Tensor, depth: int) -> bool:
+        asked.append((logq.shape, depth))
+        return depth < 2
 
     tree = best_first(torch.tensor([7]), marginals(LAWS), budget(30, 3)._replace(more=more), width=8)
-    assert int(depths(tree.parents).max()) == 2
+    assert int(depths(tree.parents).max()) == 2 and asked == [((1, 4), 1), ((1, 8), 2)]
 
 
 def test_a_shape_is_filled_as_drawn() -> None:

@@ -118,7 +118,7 @@ def test_the_end_of_the_prompt_runs_together_with_the_first_tree(name: str, atte
 def test_rows_of_unequal_length_features_and_compiled_targets_hold_nothing() -> None:
     model, ids = llama(), torch.randint(3, VOCAB, (2, 20))
     for wants, lengths, compiled in (((), [20, 12], None), ((2,), [20, 20], None), ((), [20, 20], model)):
-        target = Target(model, wants, room=64, compiled=compiled, nodes=4)
+        target = Target(model, wants, room=64, compiled=compiled, sizes=(4,))
         with torch.no_grad():
             list(target.prefill(ids, torch.tensor(lengths), hold=True))
         assert target.held == 0 and target.cache.kept == [n - 1 for n in lengths]

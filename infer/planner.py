@@ -1,0 +1,221 @@
+"""Who decides what a step may spend on guesses: nobody (Fixed), or the costs and what was seen (Adaptive).
+
+Adaptive, before a step: draft or not; while it drafts: one level more or not; after it: how many of the guesses to
+verify. None of it touches what comes out: a rule is exact for any tree, as long as no *drawn* guess is dropped or kept
+for what it is. Trees of drawn guesses are therefore never cut once they are grown, nor ended while they grow: their
+size is chosen beforehand, from the steps before.
+
+It cannot cost much: a purse holds the plain steps that guesses may still lose. It begins with START, every token adds
+SHARE of a plain step, what guesses gain or lose goes in or out, and no step may risk more than is there. However bad
+the guesses and however wrong the estimates, a text of T tokens takes at most START + (1 + SHARE) T plain steps, in
+measured costs: 3 % from 134 tokens on, over all calls of a Speculator together.
+
+Legend: B rows, n nodes, w frontier, k path length.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from headstart.infer.accept import Accepted
+from headstart.infer.grow import Budget, taken
+from headstart.infer.learned import FIRST, Learned
+from headstart.infer.plan import SIZES, Costs, Plan, best_size, calibrated, claims, expected, worth
+from headstart.infer.tree import DraftTree, depths
+
+SHARE, CAP = 0.015, 4.0  # of the purse, in plain steps: what each token adds, and what it holds at most
+
+
+class Planner(Protocol):
+    """One object lives for one call."""
+
+    name: str
+    plain_steps: int  # steps run without guesses because none would have paid
+    reads: int  # times the host waited for the device on the planner's behalf
+
+    def open(self, budget: Budget, context: int, going: int) -> Budget:
+        """A step begins: what it may spend of ``budget``, with ``context`` tokens cached and ``going`` rows left."""
+
+    def cut(self, tree: DraftTree) -> DraftTree:
+        """What of the grown tree [B, n] is verified."""
+
+    def learn(self, accepted: Accepted, going: Sequence[bool]) -> None:
+        """What became of it, on the CPU, and which rows [B] go on."""
+
+
+class Fixed:
+    """Always the whole budget, whatever it brings: a call can be repeated to the bit."""
+
+    name = "fixed"
+    plain_steps = 0
+    reads = 0
+
+    def open(self, budget: Budget, context: int, going: int) -> Budget:
+        """All of it."""
+        return budget
+
+    def cut(self, tree: DraftTree) -> DraftTree:
+        """All of it."""
+        return tree
+
+    def learn(self, accepted: Accepted, going: Sequence[bool]) -> None:
+        """Nothing."""
+
+
+class Adaptive:
+    """Spends where it pays."""
+
+    name = "adaptive"
+
+    def __init__(self, costs: Costs, learned: Learned, rows: int, drawn: bool = False) -> None:
+        """``learned`` is gone on with; ``rows`` B of the call; ``drawn``: trees may hold drawn guesses."""
+        self.plain_steps, self.reads = 0, 0
+        self.learned = learned
+        self._costs, self._rows, self._drawn = costs, rows, drawn
+        self._untold = torch.zeros_like(learned.claimed)
+        self._smallest = (2, 1)  # nodes and depth of the least this source can be asked for
+        self._known: dict[tuple[int, int], float] = {}  # (context, nodes) -> seconds but for drafting
+        self._begin(0, rows)
+
+    def _begin(self, context: int, going: int) -> None:
+        """What holds of a step before anything is drafted."""
+        self._context, self._going = context // 64 * 64, max(going, 1)
+        self._plain = self._seconds(1, 0)
+        self._rate = 0.0  # tokens a second, all rows together, that seconds would give elsewhere
+        self._drafts = self._probe = self._asked = False
+        self._cost = 1.0  # of this step, in plain steps
+        self._seen: tuple[DraftTree, Tensor, Tensor] | None = None  # what is verified, claims, depths; on the CPU
+
+    def open(self, budget: Budget, context: int, going: int) -> Budget:
+        """Plain where nothing pays, but for a probe now and then, and where the purse does not hold a tree."""
+        self._begin(context, going)
+        if budget.depth < 1 or budget.nodes < 2:
+            return budget  # no room for guesses: nothing to decide
+        known = self.learned
+        self._probe = not known.on
+        if (self._probe and known.wait > 0) or not self._affordable(*self._smallest):
+            if known.on:  # what could be lost is lost
+                known.on, known.wait, known.pause = False, FIRST, FIRST
+            known.wait -= 1
+            self.plain_steps += 1
+            return budget._replace(depth=0)
+        self._drafts = True
+        self._rate = self._going * (1.0 if self._probe else max(1.0, known.speed)) / self._plain
+        return self._beforehand(budget) if self._drawn else budget._replace(more=self._more)
+
+    def cut(self, tree: DraftTree) -> DraftTree:
+        """The likeliest nodes, as many as pay; a tree whose guesses claim no chances stays whole or goes whole."""
+        if not self._drafts:
+            return tree
+        host, n = self._on_host(tree), tree.parents.shape[1]
+        path, depth = claims(host), torch.where(host.valid, depths(host.parents), 0)
+        deepest = int(depth.max())
+        chance = worth(host, path, depth, *self._evidence())
+        whole = self._drawn or tree.logq is None
+        self._smallest = (n if whole and n > 1 else 2, 1 if self._asked or self._drawn else max(deepest, 1))
+        sizes = [n] if self._drawn else [s for s in ((1,) if whole else SIZES) if s < n] + [n]
+        sizes = [s for s in sizes if s == 1 or self._drawn or self._affordable(s, deepest)]
+        spent = [self._seconds(size, max(deepest, 1)) for size in sizes]
+        best = len(sizes) - 1 if whole else best_size(expected(chance, sizes), spent, self._rate)
+        size = sizes[best]
+        self._cost = spent[best] / self._plain
+        if n == 1:  # the source had nothing to say
+            return tree
+        self.plain_steps += size == 1
+        if self._drawn:
+            self.learned.foresee(chance, depth, self._rows - self._going)
+        if size < n:
+            kept = chance.sort(dim=1, descending=True, stable=True).indices[:, :size].sort(dim=1).values
+            tree, host = taken(tree, kept.to(tree.parents.device, non_blocking=True)), taken(host, kept)
+            path, depth = path.gather(1, kept), depth.gather(1, kept)
+        self._seen = (host, path, depth)
+        return tree
+
+    def learn(self, accepted: Accepted, going: Sequence[bool]) -> None:
+        """Into the purse, and into what is known of the guesses."""
+        counts = accepted.count.tolist()
+        tokens = sum(counts) / max(sum(count > 0 for count in counts), 1)
+        known = self.learned
+        known.purse = min(CAP, known.purse + (1.0 + SHARE) * tokens - self._cost)
+        if self._seen is not None:
+            usable = [count > 0 and on for count, on in zip(counts, going, strict=True)]  # a stop cuts what was offered
+            known.observe(*self._seen, accepted.nodes, counts, usable)
+            known.weigh(tokens, self._cost)
+
+    def _more(self, path: Tensor, depth: int) -> bool:
+        """Whether a level below the frontier [B, w] of ``depth``, with its claims, gives more than its seconds would
+        elsewhere; asked by who grows a tree."""
+        self._asked = True
+        if not self._affordable(2, depth + 1):
+            return False
+        self.reads += path.device.type != "cpu"
+        host = path.float().cpu()
+        chance = calibrated(host, torch.full_like(host, depth, dtype=torch.int64), *self._evidence())
+        seconds = self._costs.draft(self._rows, depth + 1) - self._costs.draft(self._rows, depth)
+        return float(chance.sum()) * self.learned.onward_of(depth) > self._rate * seconds
+
+    def _beforehand(self, budget: Budget) -> Budget:
+        """Depth and nodes of a tree of drawn guesses: the best of those whose worth was seen, at first the largest."""
+        seen, found = self.learned.forecast, []
+        for depth in range(1, budget.depth + 1):
+            sizes = [size for size in SIZES if 1 < size < budget.nodes] + [budget.nodes]
+            for size in (s for s in sizes if self._affordable(s, depth)):
+                tokens = float(seen[depth - 1, SIZES.index(size)]) if size in SIZES else math.nan
+                found.append((0.0 if math.isnan(tokens) else tokens / self._seconds(size, depth), depth, size))
+        _, depth, size = max(found, default=(0.0, 1, 2))
+        return budget._replace(nodes=size, depth=depth)
+
+    def _evidence(self) -> tuple[Tensor, Tensor]:
+        """A probe asks what the guesses are worth, not what they were."""
+        return (self._untold, self._untold) if self._probe else (self.learned.claimed, self.learned.kept)
+
+    def _affordable(self, nodes: int, depth: int) -> bool:
+        """Whether the purse holds what a tree would lose if none of its guesses were kept."""
+        return self._seconds(nodes, depth) / self._plain - 1.0 <= self.learned.purse
+
+    def _seconds(self, nodes: int, depth: int) -> float:
+        """Of a step like this one."""
+        key = (self._context, nodes)
+        if key not in self._known:
+            self._known[key] = self._costs.verify(self._rows, self._context, nodes) + self._costs.overhead
+        return self._known[key] + self._costs.draft(self._rows, depth)
+
+    def _on_host(self, tree: DraftTree) -> DraftTree:
+        """Structure and claims on the CPU, in one read; tokens and laws are of no interest here."""
+        if tree.parents.device.type == "cpu":
+            return tree._replace(drawn=None, law=None)
+        self.reads += 1
+        parts = [tree.parents.float(), tree.valid.float(), *([] if tree.logq is None else [tree.logq.float()])]
+        parents, valid, *logq = torch.stack(parts).cpu()
+        return DraftTree(parents.long(), parents.long(), valid.bool(), logq[0] if logq else None)
+
+
+class Planning:
+    """What the calls of a Speculator plan with: nothing (``plan`` None), or costs and what earlier calls saw."""
+
+    def __init__(self, plan: Plan | None, depth: int) -> None:
+        """``depth`` guesses on a path at most."""
+        self.plan, self._depth = plan, depth
+        self.learned: dict[str, Learned] = {}
+
+    def begin(self, kind: str, rows: int, drawn: bool) -> Planner:
+        """A planner for a call of a kind (how its tokens are chosen), which goes on, on its own, where the last one of
+        that kind ended."""
+        if self.plan is None:
+            return Fixed()
+        learned = self.learned.get(kind)
+        if learned is None:
+            tuned = self.plan.learned
+            learned = Learned.nothing(self._depth) if tuned is None else Learned.from_dict(tuned, self._depth)
+        return Adaptive(self.plan.costs, copy.deepcopy(learned), rows, drawn)
+
+    def end(self, kind: str, planner: Planner) -> None:
+        """The call has ended: the next one of its kind knows what it saw."""
+        if isinstance(planner, Adaptive):
+            self.learned[kind] = planner.learned
