@@ -1,15 +1,15 @@
 """What drafting brings, measured: ways of decoding the same prompts, run in turn.
 
-Every contestant decodes every batch of prompts under the same seed; which one begins changes from batch to batch. A
-time is that of the whole call, with a streamer that notes when the first token came. Nothing is printed here; the
-figures that follow from the runs are in figures.py.
+Every contestant does every job, a batch of prompts under given options, with the same seed; which one begins changes
+from job to job. A time is that of the whole call, with a streamer that notes when the first token came. Nothing is
+printed here; the figures that follow from the runs are in figures.py.
 
 Legend: B rows of a batch, P prompt.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -19,13 +19,17 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from headstart.infer.figures import PLAIN, Run, loops_at_end
+from headstart.infer.draft_merge import Merged
+from headstart.infer.drafter import Source
+from headstart.infer.figures import FIRST, PLAIN, Run, loops_at_end
 from headstart.infer.parity import first_difference
+from headstart.infer.report import Report
 from headstart.infer.speculator import Speculator
 
 EQUAL, TIE, BUG = "equal", "near tie", "bug"  # of greedy texts
 DRAWS, LOSSY = "other draws", "lossy"  # of sampled texts that differ, and of those by a rule that does not keep the law
 WARM_TOKENS = 16
+FIRST_TOKENS = 8  # asked for where the first one is timed: a whole tree is drafted before it comes
 LOOKUP_TOKENS = 10  # guesses of transformers' own prompt lookup
 T = TypeVar("T")
 
@@ -36,6 +40,20 @@ class Prompt(NamedTuple):
     name: str
     task: str
     ids: Tensor  # [P]
+
+
+class Job(NamedTuple):
+    """What every contestant does in turn."""
+
+    decoding: str  # a name for the options
+    number: int  # of the batch, among those of its decoding
+    batch: Sequence[Prompt]
+    options: Mapping[str, Any]  # of generate: max_new_tokens, do_sample and pad_token_id are among them
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """As in the runs: decoding and batch."""
+        return self.decoding, self.number
 
 
 @dataclass
@@ -62,6 +80,16 @@ def stock(target: Any, *, lookup: bool, assistant: Any = None) -> list[Contestan
     if assistant is not None:
         made.append(Contestant("transformers assisted", partial(target.generate, assistant_model=assistant)))
     return made
+
+
+def own_parameters(source: Source) -> int:
+    """Weights of a source's own: the trained ones of heads, all of a draft model, the sum of a merge, else 0."""
+    if isinstance(source, Merged):
+        return sum(own_parameters(part) for part in source.sources)
+    heads, model = getattr(source, "heads", None), getattr(source, "model", None)
+    if heads is not None:
+        return sum(p.numel() for p in heads.parameters() if p.requires_grad)
+    return 0 if model is None else sum(p.numel() for p in model.parameters())
 
 
 def pad_token(target: Any, tokenizer: Any) -> int:
@@ -91,36 +119,52 @@ def batches(prompts: Sequence[Prompt], size: int) -> list[list[Prompt]]:
     return _dealt([[p[i : i + size] for i in range(0, len(p), size)] for p in _by_task(prompts).values()])
 
 
-def warm_up(target: Any, contestants: Sequence[Contestant], batch: Sequence[Prompt], options: dict[str, Any]) -> None:
-    """A short call of each. A baseline that refuses such a call is marked with its reason; one of ours raises."""
-    short = options | {"max_new_tokens": min(WARM_TOKENS, options["max_new_tokens"])}
-    for contestant in contestants:
-        try:
-            _decode(target, contestant, batch, short, seed=0)
-        except (ValueError, NotImplementedError) as reason:  # both are how generate refuses options of a baseline
-            if contestant.name == PLAIN or contestant.fast is not None:
-                raise ValueError(f"{contestant.name} cannot decode this: {reason}") from reason
-            contestant.refused = str(reason)
+def jobs(work: Sequence[Sequence[Prompt]], decodings: Mapping[str, Mapping[str, Any]]) -> list[Job]:
+    """Every batch of ``work`` under the options of every decoding."""
+    return [Job(name, at, batch, options) for at, batch in enumerate(work) for name, options in decodings.items()]
 
 
-def measure(
-    target: Any, contestants: Sequence[Contestant], work: Sequence[Sequence[Prompt]], options: dict[str, Any], seed: int
-) -> Iterator[list[Run]]:
-    """Decodes each batch of ``work`` by every contestant that has not refused, of which one must be called PLAIN.
+def first_token_jobs(
+    prompts: Sequence[Prompt], lengths: Sequence[int], times: int, options: Mapping[str, Any]
+) -> list[Job]:
+    """``times`` jobs with a prompt of each of ``lengths`` tokens, cut out of ``prompts`` joined and repeated."""
+    text = torch.cat([prompt.ids for prompt in prompts])
+    text = text.repeat(max(lengths, default=0) // len(text) + 1)
+    few = {**options, "max_new_tokens": FIRST_TOKENS}
+    rounds = [(length, time) for time in range(times) for length in lengths]
+    made = [Prompt(f"{length} tokens, {time + 1}", str(length), text[:length]) for length, time in rounds]
+    return [Job(FIRST, number, [prompt], few) for number, prompt in enumerate(made)]
 
-    ``options`` of ``generate``, with ``max_new_tokens``, ``do_sample`` and ``pad_token_id`` among them. Yields all the
-    runs of a batch at once, so that what was measured before an interruption is whole.
+
+def warm_up(target: Any, contestants: Sequence[Contestant], work: Sequence[Job]) -> None:
+    """A short call of each for the first job of each decoding, which counts nowhere. A baseline that refuses such a
+    call is marked with its reason; one of ours raises."""
+    for job in {job.decoding: job for job in reversed(work)}.values():
+        short = {**job.options, "max_new_tokens": min(WARM_TOKENS, job.options["max_new_tokens"])}
+        for contestant in contestants:
+            try:
+                _decode(target, contestant, job._replace(options=short), seed=0)
+            except (ValueError, NotImplementedError) as reason:  # both are how generate refuses options of a baseline
+                if contestant.name == PLAIN or contestant.fast is not None:
+                    raise ValueError(f"{contestant.name} cannot decode this: {reason}") from reason
+                contestant.refused = str(reason)
+
+
+def measure(target: Any, contestants: Sequence[Contestant], work: Sequence[Job], seed: int) -> Iterator[list[Run]]:
+    """Does each job by every contestant that has not refused, of which one must be called PLAIN.
+
+    Yields all the runs of a job at once, so that what was measured before an interruption is whole.
     """
-    for number, batch in enumerate(work):
+    for job in work:
         runs, texts = {}, {}
-        for turn, contestant in enumerate(rotated([c for c in contestants if not c.refused], number)):
-            run, texts[contestant.name] = _decode(target, contestant, batch, options, seed)
-            runs[contestant.name] = run._replace(batch=number, turn=turn)
+        for turn, contestant in enumerate(rotated([c for c in contestants if not c.refused], job.number)):
+            run, texts[contestant.name] = _decode(target, contestant, job, seed)
+            runs[contestant.name] = run._replace(turn=turn)
         for contestant in (c for c in contestants if c.name in runs):
             lossless = contestant.fast is None or contestant.fast.report.lossless
-            pairs = zip(batch, texts[PLAIN], texts[contestant.name], strict=True)
-            found = [verdict(target, p.ids, a, b, bool(options["do_sample"]), lossless) for p, a, b in pairs]
-            remarks = tuple(f"{p.name}: {said}" for p, (_, said) in zip(batch, found, strict=True) if said)
+            pairs = zip(job.batch, texts[PLAIN], texts[contestant.name], strict=True)
+            found = [verdict(target, p.ids, a, b, bool(job.options["do_sample"]), lossless) for p, a, b in pairs]
+            remarks = tuple(f"{p.name}: {said}" for p, (_, said) in zip(job.batch, found, strict=True) if said)
             kinds = tuple(kind for kind, _ in found)
             runs[contestant.name] = runs[contestant.name]._replace(verdicts=kinds, remarks=remarks)
         yield list(runs.values())
@@ -161,50 +205,69 @@ def left_padded(rows: Sequence[Tensor], pad: int) -> tuple[Tensor, Tensor]:
 
 
 class _FirstToken:
-    """A streamer that notes when something came after the prompt."""
+    """A streamer that notes when something came after the prompt, and how many tokens that was."""
 
     def __init__(self) -> None:
-        self.puts, self.at = 0, 0.0
+        self.puts, self.at, self.tokens = 0, 0.0, 0
 
     def put(self, value: Tensor) -> None:
         self.puts += 1
         if self.puts == 2:
-            self.at = perf_counter()
+            self.at, self.tokens = perf_counter(), value.numel()
 
     def end(self) -> None:
         pass
 
 
-def _decode(
-    target: Any, contestant: Contestant, batch: Sequence[Prompt], options: dict[str, Any], seed: int
-) -> tuple[Run, list[Tensor]]:
+def _decode(target: Any, contestant: Contestant, job: Job, seed: int) -> tuple[Run, list[Tensor]]:
     """One timed call, and the new tokens of each row, on the CPU, up to the row's first end token."""
-    padded = left_padded([prompt.ids for prompt in batch], options["pad_token_id"])
+    padded = left_padded([prompt.ids for prompt in job.batch], job.options["pad_token_id"])
     ids, mask = (t.to(target.get_input_embeddings().weight.device) for t in padded)
     stream = _FirstToken()
     torch.manual_seed(seed)
     with _counted(target) as forwards:
         began = perf_counter()
-        out = contestant.call(ids, attention_mask=mask, streamer=stream, **options).cpu()  # .cpu() waits for the device
+        call = partial(contestant.call, ids, attention_mask=mask, streamer=stream, **job.options)
+        out = call().cpu()  # .cpu() waits for the device
         seconds = perf_counter() - began
     texts = [_own(row[ids.shape[1] :], target.generation_config.eos_token_id) for row in out]
-    report = None if contestant.fast is None else contestant.fast.report
     run = Run(
-        batch=0,
+        decoding=job.decoding,
+        batch=job.number,
         contestant=contestant.name,
-        task=batch[0].task,
-        prompts=tuple(prompt.name for prompt in batch),
+        task=job.batch[0].task,
+        prompts=tuple(prompt.name for prompt in job.batch),
         turn=0,
         seconds=seconds,
         first_token=stream.at - began,
         tokens=sum(map(len, texts)),
         # a forward of stock decoding gives every row that goes on a token or more
-        passes=sum(min(len(t), len(forwards)) for t in texts) if report is None else report.passes,
+        passes=sum(min(len(text), len(forwards)) for text in texts),
         forwards=len(forwards),
+        steps=len(forwards),
+        verify_steps=0,
+        loop_tokens=sum(map(len, texts)) - stream.tokens,
+        loop_seconds=seconds - (stream.at - began),
+        depths=(),
         looping=tuple(loops_at_end(text.tolist()) for text in texts),
-        split={} if report is None else dict(report.seconds),
+        split={},
     )
-    return run, texts
+    return (run if contestant.fast is None else _reported(run, contestant.fast.report)), texts
+
+
+def _reported(run: Run, report: Report) -> Run:
+    """The run of one of ours with what its report counted."""
+    joint = report.steps > report.verify_steps  # the first pass ran with the end of the prompt, and is prefill
+    first = sum(kept + 1 for kept, _ in report.rounds[: len(run.prompts)]) if joint else 0
+    return run._replace(
+        passes=report.passes,
+        steps=report.steps,
+        verify_steps=report.verify_steps,
+        loop_tokens=run.tokens - first,
+        loop_seconds=report.total_seconds - report.seconds["prefill"],
+        depths=tuple(report.depths),
+        split=dict(report.seconds),
+    )
 
 
 def _own(row: Tensor, ends: int | Sequence[int] | None) -> Tensor:

@@ -5,13 +5,16 @@ Legend: B rows, P prompt.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from headstart.infer.grow import Budget, Sampling
 from headstart.infer.target import Seen
 from headstart.infer.tree import DraftTree
+from headstart.infer.visit import WARPERS
 
 
 class Drafter(Protocol):
@@ -56,3 +59,17 @@ class Source(Protocol):
 
         ``sampling`` is given when the rule can test drawn guesses; a source without laws ignores it.
         """
+
+
+def sampling_as(processors: Sequence[Any]) -> Sampling:
+    """How guesses are drawn: warped as the target's tokens are, by a generator seeded from the global one."""
+    generators: dict[torch.device, torch.Generator] = {}
+    seed = int(torch.randint(1 << 62, (1,)))
+
+    def pick(law: Tensor) -> Tensor:
+        """[R, V] -> [R]."""
+        if law.device not in generators:
+            generators[law.device] = torch.Generator(law.device).manual_seed(seed)
+        return torch.multinomial(law, 1, generator=generators[law.device])[:, 0]
+
+    return Sampling(pick, tuple(p for p in processors if isinstance(p, WARPERS)))

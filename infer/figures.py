@@ -1,4 +1,4 @@
-"""What the runs of a benchmark show: speed-ups with an interval, tokens per pass, loops, verdicts. Pure."""
+"""What the runs of a benchmark show: speed-ups with an interval, tokens per pass, parts of a step, verdicts. Pure."""
 
 from __future__ import annotations
 
@@ -6,16 +6,22 @@ import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from math import comb
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
+from headstart.infer.report import Depth
+
+VERSION = 2  # of the file that a benchmark writes, see Saved
 PLAIN = "plain"  # the name of the reference: the target's own generate
 ALL = "all tasks"  # the scope of all tasks together
+FIRST = "first token"  # the decoding whose runs are there for the time to the first token, a length of prompt a task
+OTHER = "other"  # the part of a call's time that no part of its report accounts for
 LOOP_TIMES, LOOP_TOKENS = 4, 12  # a tail that repeats itself so often and so long is a loop
 
 
 class Run(NamedTuple):
     """One batch decoded by one contestant."""
 
+    decoding: str  # "greedy", "temperature 1", or FIRST
     batch: int  # the same number for every contestant
     contestant: str
     task: str
@@ -26,6 +32,11 @@ class Run(NamedTuple):
     tokens: int  # new, all rows, end tokens included
     passes: int  # forwards that gave a row tokens, counted once per row
     forwards: int  # of the target, prefill included
+    steps: int  # forwards that gave tokens
+    verify_steps: int  # of these, the ones whose time is in the part "verify"
+    loop_tokens: int  # tokens of the decoding loop alone, and its seconds: the call without prefill and preparations
+    loop_seconds: float
+    depths: tuple[Depth, ...]  # what became of the guesses at each depth, from 1 on; empty where it is not known
     looping: tuple[bool, ...]
     split: Mapping[str, float]  # seconds by part; empty where they are not known
     verdicts: tuple[str, ...] = ()  # what each text is, compared with the plain one
@@ -35,6 +46,12 @@ class Run(NamedTuple):
     def speed(self) -> float:
         """Tokens per second."""
         return self.tokens / self.seconds
+
+    @classmethod
+    def restored(cls, row: Mapping[str, Any]) -> Run:
+        """The run that ``row`` = ``_asdict()``, gone through JSON, stands for."""
+        whole: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
+        return cls(**whole | {"depths": tuple(Depth(*depth) for depth in whole["depths"])})
 
 
 class Figures(NamedTuple):
@@ -46,14 +63,62 @@ class Figures(NamedTuple):
     high: float
     coverage: float
     speed: float  # median tokens per second
+    tokens: int  # written in all runs
+    plain_tokens: int  # written by plain decoding in the same batches
+    forwards: int  # of the target in all runs, prefill included
     tokens_per_pass: float  # all tokens over all passes
+    accepted_by_depth: list[float]  # share of the passes with a guess at depth 1, 2 ... on offer that kept it
+    accepted_given_parent: list[float]  # the same among those of them that kept the guess before it
     first_token: float  # median seconds
+    first_token_speedup: float  # median of plain seconds over its own
+    draft: float | None  # seconds a step
+    verify: float | None  # seconds a step
+    plain_step: float | None  # seconds of a plain decoding step in the same batches
+    predicted: float | None  # speed-up of the loop by the cost model: tokens_per_pass / (verify + draft in plain steps)
+    loop_speedup: float | None  # speed-up of the loop as measured, prefill and preparations left out on both sides
+    split: dict[str, float]  # shares of the wall time; empty where they are not known
     looping: float  # share of texts that end in a loop; loops flatter every drafter
     verdicts: dict[str, int]  # texts by verdict
 
 
+class Entry(TypedDict):
+    """A contestant of a benchmark."""
+
+    name: str
+    ours: bool  # a Speculator
+    parameters: int | None  # own weights of what guesses: trained ones of heads, all of a draft model; None = not ours
+    refused: str | None  # why it did not run
+
+
+class FirstToken(TypedDict):
+    """Time to the first token after prompts of one length."""
+
+    runs: int
+    seconds: float  # median
+    speedup: float  # median of plain seconds over its own
+
+
+class Saved(TypedDict):
+    """The file that ``headstart bench --save`` writes, as JSON. Figures go by decoding, contestant, task (or ALL)."""
+
+    version: int  # VERSION; it grows where a reader of the older file would misread the newer one
+    complete: bool  # False = interrupted
+    protocol: dict[str, str | int | float | None]  # what was asked for, and what it ran on
+    contestants: list[Entry]
+    figures: dict[str, dict[str, dict[str, Figures]]]
+    figures_without_loops: dict[str, dict[str, dict[str, Figures]]]  # without batches in which a text ends in a loop
+    first_token: dict[str, dict[str, FirstToken]]  # by contestant and prompt tokens
+    runs: list[Run]
+
+
+def decodings(runs: Sequence[Run]) -> list[str]:
+    """The decodings that ``runs`` hold, without FIRST."""
+    return [name for name in dict.fromkeys(run.decoding for run in runs) if name != FIRST]
+
+
 def summary(runs: Sequence[Run], *, loops: bool = True) -> dict[str, dict[str, Figures]]:
-    """Figures by contestant and then by task, ALL first; ``loops`` as in ``figures``. What has no runs is left out."""
+    """Figures of runs of one decoding by contestant and then by task, ALL first; ``loops`` as in ``figures``. What has
+    no runs is left out."""
     table: dict[str, dict[str, Figures]] = {}
     tasks = dict.fromkeys(run.task for run in runs)
     for name in dict.fromkeys(run.contestant for run in runs):
@@ -64,16 +129,18 @@ def summary(runs: Sequence[Run], *, loops: bool = True) -> dict[str, dict[str, F
 
 
 def figures(runs: Sequence[Run], contestant: str, *, loops: bool = True) -> Figures | None:
-    """Of the runs of ``contestant`` that have a plain one beside them; ``loops`` False leaves out the batches in which
-    a text of its own or of the plain run loops. None where nothing is left."""
-    plain = {run.batch: run for run in runs if run.contestant == PLAIN}
-    own = [run for run in runs if run.contestant == contestant and run.batch in plain]
+    """Of the runs of ``contestant`` that have a plain one beside them, all of one decoding; ``loops`` False leaves out
+    the batches in which a text of its own or of the plain run loops. None where nothing is left."""
+    beside = {run.batch: run for run in runs if run.contestant == PLAIN}
+    own = [run for run in runs if run.contestant == contestant and run.batch in beside]
     if not loops:
-        own = [run for run in own if not any(run.looping + plain[run.batch].looping)]
+        own = [run for run in own if not any(run.looping + beside[run.batch].looping)]
     if not own:
         return None
-    ratios = [run.speed / plain[run.batch].speed for run in own]
+    plain = [beside[run.batch] for run in own]
+    ratios = [run.speed / other.speed for run, other in zip(own, plain, strict=True)]
     low, high, coverage = median_interval(ratios)
+    depths = pooled([run.depths for run in own])
     looping = [loop for run in own for loop in run.looping]
     return Figures(
         runs=len(own),
@@ -82,18 +149,71 @@ def figures(runs: Sequence[Run], contestant: str, *, loops: bool = True) -> Figu
         high=high,
         coverage=coverage,
         speed=statistics.median(run.speed for run in own),
+        tokens=sum(run.tokens for run in own),
+        plain_tokens=sum(run.tokens for run in plain),
+        forwards=sum(run.forwards for run in own),
         tokens_per_pass=sum(run.tokens for run in own) / sum(run.passes for run in own),
+        accepted_by_depth=[depth.cumulative for depth in depths],
+        accepted_given_parent=[depth.conditional for depth in depths],
         first_token=statistics.median(run.first_token for run in own),
+        first_token_speedup=statistics.median(p.first_token / r.first_token for r, p in zip(own, plain, strict=True)),
+        **_costs(own, plain),
+        split=_split(own),
         looping=sum(looping) / len(looping),
         verdicts=dict(Counter(verdict for run in own for verdict in run.verdicts)),
     )
+
+
+def pooled(runs: Sequence[Sequence[Depth]]) -> list[Depth]:
+    """The counts of several runs added up, depth by depth."""
+    deepest = max(map(len, runs), default=0)
+    columns = [[depths[d] for depths in runs if d < len(depths)] for d in range(deepest)]
+    return [Depth(*(sum(counts) for counts in zip(*column, strict=True))) for column in columns]
+
+
+def _costs(own: Sequence[Run], plain: Sequence[Run]) -> dict[str, float | None]:
+    """What a step's parts take, what they predict, and what the loops took; None where a part was not measured."""
+    steps, verifies = sum(run.steps for run in own), sum(run.verify_steps for run in own)
+    known = all(run.split for run in own)
+    draft = _over(sum(run.split["draft"] for run in own), steps) if known else None
+    verify = _over(sum(run.split["verify"] for run in own), verifies) if known else None
+    step = _over(sum(run.loop_seconds for run in plain), sum(max(run.steps - 1, 0) for run in plain))
+    tau = sum(run.tokens for run in own) / sum(run.passes for run in own)
+    predicted = None
+    if draft is not None and verify and step:
+        predicted = tau * step / (verify + draft)
+    ours, theirs = (
+        _over(sum(run.loop_tokens for run in runs), sum(run.loop_seconds for run in runs)) for runs in (own, plain)
+    )
+    measured = ours / theirs if ours and theirs else None
+    return {
+        "draft": draft,
+        "verify": verify,
+        "plain_step": step,
+        "predicted": predicted,
+        "loop_speedup": measured,
+    }
+
+
+def _over(total: float, count: float) -> float | None:
+    return total / count if count else None
+
+
+def _split(own: Sequence[Run]) -> dict[str, float]:
+    """Shares of the wall time by part, what no part accounts for as OTHER."""
+    if not all(run.split for run in own):
+        return {}
+    wall = sum(run.seconds for run in own)
+    parts = {part: sum(run.split[part] for run in own) for part in own[0].split}
+    return {part: value / wall for part, value in (parts | {OTHER: wall - sum(parts.values())}).items()}
 
 
 def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float, float]:
     """(low, high, coverage): the k-th smallest and k-th largest value, k as large as ``confidence`` allows, and the
     chance that the median of whatever the values were drawn from lies between them.
 
-    Binomial, no shape assumed. Below six values no pair reaches 95 %: then the range, and its smaller chance.
+    Binomial, no shape assumed. It is what a bootstrap of the median tends to, without its chance and with a coverage
+    that holds for few values too. Below six values no pair reaches 95 %: then the range, and its smaller chance.
     """
     ordered, n = sorted(values), len(values)
     outside, rank = 2 / 2**n, 1

@@ -6,9 +6,27 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
-PARTS = ("prefill", "draft", "verify", "accept")  # of a call's time
+PARTS = ("prefill", "draft", "verify", "accept", "commit")  # of a call's time
+
+
+class Depth(NamedTuple):
+    """Passes at one depth of their trees."""
+
+    offered: int  # had a guess that deep on offer
+    reached: int  # of those, kept the guess above it
+    kept: int  # of those, kept the guess at this depth
+
+    @property
+    def cumulative(self) -> float:
+        """Share of the passes that offered a guess here which kept it."""
+        return self.kept / self.offered if self.offered else 0.0
+
+    @property
+    def conditional(self) -> float:
+        """The same share among the passes in which the depth above was kept."""
+        return self.kept / self.reached if self.reached else 0.0
 
 
 @dataclass
@@ -23,8 +41,11 @@ class Report:
     forwards: int = 0  # forwards of the target, prefill included
     prefill_forwards: int = 0
     steps: int = 0  # verifying forwards, whatever the number of rows
+    verify_steps: int = 0  # of these, the ones whose time is in "verify": not those that ran with the end of the prompt
     nodes: int = 0  # verified, all passes, roots included
     syncs: int = 0  # times accepting and streaming waited for the device's answer; on a CPU they cost nothing
+    plan: str = "fixed"  # how a step's tree was chosen
+    plain_steps: int = 0  # steps run without guesses because the plan expected none to pay
     dtype: str = ""
     attention: str = ""
     rounds: list[tuple[int, int]] = field(default_factory=list)  # per pass: guesses accepted, guesses on offer in depth
@@ -34,6 +55,17 @@ class Report:
     )  # (depth, place among siblings) of accepted guesses
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def holds(self) -> str:
+        """What can be relied on: the very text of plain decoding, or a text that the same call gives again, or less."""
+        if not self.lossless:
+            return "neither the target's law nor, with other trees, the same text"
+        if self.rule == "match" and self.dtype == "float64":
+            return "the text of plain decoding, whatever the plan"
+        text = "the text of plain decoding up to near ties" if self.rule == "match" else "the target's law"
+        again = "the same call gives it again" if self.plan == "fixed" else "only plan='fixed' gives it again for sure"
+        return f"{text}; {again}"
 
     @property
     def tokens_per_pass(self) -> float:
@@ -53,12 +85,22 @@ class Report:
     @property
     def accepted_by_depth(self) -> list[float]:
         """Cumulative: share of passes that offered depth d whose guess at depth d was accepted."""
-        return [self._share(d, d) for d in range(1, self._deepest() + 1)]
+        return [depth.cumulative for depth in self.depths]
 
     @property
     def accepted_given_parent(self) -> list[float]:
         """Conditional: the same share among the passes in which depth d - 1 was accepted."""
-        return [self._share(d, d - 1) for d in range(1, self._deepest() + 1)]
+        return [depth.conditional for depth in self.depths]
+
+    @property
+    def depths(self) -> list[Depth]:
+        """What became of the guesses at each depth, from 1 on."""
+        deepest = max((offered for _, offered in self.rounds), default=0)
+        on_offer = [[kept for kept, offered in self.rounds if offered >= d] for d in range(1, deepest + 1)]
+        return [
+            Depth(len(passes), sum(kept >= d - 1 for kept in passes), sum(kept >= d for kept in passes))
+            for d, passes in enumerate(on_offer, 1)
+        ]
 
     @property
     def mean_accepted(self) -> float:
@@ -98,16 +140,10 @@ class Report:
     def as_dict(self) -> dict[str, Any]:
         """Plain numbers, strings and lists: for JSON, logs and tables."""
         names = ("drafter", "rule", "lossless", "dtype", "attention", "tokens", "passes", "steps", "tokens_per_pass")
-        more = ("forwards", "prefill_forwards", "nodes", "syncs", "mean_accepted", "accepted_by_depth")
+        more = ("forwards", "prefill_forwards", "verify_steps", "nodes", "syncs", "mean_accepted", "accepted_by_depth")
         last = ("accepted_given_parent", "accepted_by_rank", "tokens_per_second", "by_row", "notes")
-        return {name: getattr(self, name) for name in (*names, *more, *last)} | {"seconds": dict(self.seconds)}
-
-    def _deepest(self) -> int:
-        return max((offered for _, offered in self.rounds), default=0)
-
-    def _share(self, depth: int, given: int) -> float:
-        base = [a for a, offered in self.rounds if offered >= depth and (given == depth or a >= given)]
-        return sum(a >= depth for a in base) / len(base) if base else 0.0
+        plan = ("plan", "plain_steps", "holds")
+        return {name: getattr(self, name) for name in (*names, *more, *plan, *last)} | {"seconds": dict(self.seconds)}
 
     def __str__(self) -> str:
         lossless = "lossless" if self.lossless else "LOSSY"
@@ -117,6 +153,7 @@ class Report:
             f"{self.tokens} tokens in {self.passes} passes: {self.tokens_per_pass:.2f} tokens per pass "
             f"({self.drafter}, rule {self.rule}, {lossless})",
             f"accepted by depth {depth}; {self.tokens_per_second:.1f} tokens/s; {split}",
+            f"plan {self.plan}: {self.plain_steps} of {self.steps} steps plain, {self.nodes} nodes; {self.holds}",
         ]
         return "\n".join(lines + self.notes)
 

@@ -10,6 +10,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from headstart.scripts.draw import PassStreamer, drawn, legend, watched
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -54,12 +56,19 @@ def generate(
     device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; default: cuda where there is one.")] = None,
     raw: Annotated[bool, typer.Option(help="Continue the text as it stands, without the chat template.")] = False,
     save: Annotated[Path | None, typer.Option(help="Write the figures of --compare here, as JSON.")] = None,
+    show_tree: Annotated[
+        bool, typer.Option("--show-tree", help="Draw the tree of the pass that gave most tokens.")
+    ] = False,
 ) -> None:
     """Answer prompts with TARGET and HEADS; the text is what TARGET alone would have written."""
     if bool(prompt) == bool(prompts):
         raise typer.BadParameter("give prompts as arguments or a file with --prompts: one of them, not both")
     if save is not None and not compare:
         raise typer.BadParameter("figures are those of --compare: give that too", param_hint="--save")
+    if show_tree and compare:
+        raise typer.BadParameter(
+            "a tree is drawn of a text that streams: leave out --compare", param_hint="--show-tree"
+        )
     if not heads and not drafter:
         raise typer.BadParameter("give --heads, or --drafter, or both to merge their guesses")
     if dtype not in DTYPES:
@@ -82,9 +91,9 @@ def generate(
     options: dict[str, Any] = {"nodes": nodes, "depth": depth, "rule": rule}
     sources = []  # with --heads and --drafter the heads alone are compared too
     if heads and (compare or not drafter):
-        sources.append(Speculator.from_pretrained(heads, model, **options))
+        sources.append(Speculator.from_pretrained(heads, model, tokenizer=tokenizer, **options))
     if heads and drafter:
-        sources.append(Speculator.from_pretrained(heads, model, also=[drafter], **options))
+        sources.append(Speculator.from_pretrained(heads, model, tokenizer=tokenizer, also=[drafter], **options))
     elif drafter:
         sources.append(Speculator(model, drafter, **options))
     named = _named_prompts(prompt, prompts)
@@ -95,7 +104,7 @@ def generate(
     if compare:
         _compare(sources, inputs, options, seed, save)
     else:
-        _stream(sources[-1], tokenizer, inputs, options, seed)
+        _stream(sources[-1], tokenizer, inputs, options, seed, show_tree)
 
 
 def _named_prompts(prompt: list[str] | None, prompts: Path | None) -> list[tuple[str, str]]:
@@ -119,15 +128,25 @@ def _ids(text: str, tokenizer: Any, raw: bool) -> "Tensor":
     return torch.tensor(prompt_ids([{"role": "user", "content": text}], tokenizer))
 
 
-def _stream(fast: "Speculator", tokenizer: Any, inputs: list[Any], options: dict[str, Any], seed: int) -> None:
-    """Answers as they come, and what the call did."""
+def _stream(
+    fast: "Speculator", tokenizer: Any, inputs: list[Any], options: dict[str, Any], seed: int, show_tree: bool
+) -> None:
+    """Answers as they come, on a terminal coloured by what each pass gave, and what the call did."""
     import torch
     from transformers import TextStreamer
 
+    console, beside = Console(), Console(stderr=True)
+    coloured = console.is_terminal and not console.no_color
+    streamer: Any = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    if coloured:
+        streamer = PassStreamer(tokenizer, console)
+        beside.print(legend())
+    watch = watched(fast, streamer.passed if coloured else None) if coloured or show_tree else None
     for _, ids in inputs:
         torch.manual_seed(seed)
-        streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
         fast.generate(ids[None], attention_mask=torch.ones_like(ids[None]), streamer=streamer, **options)
+        if show_tree and watch is not None and watch.best is not None:
+            beside.print(drawn(watch.best, watch.passes, tokenizer))
         _show_report(fast.report)
 
 

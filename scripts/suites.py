@@ -34,7 +34,8 @@ def find_suite(suite: str, data: Path | None) -> Path:
 
 def read_suite(path: Path) -> Rows:
     """The prompts of a suite with their tasks: by group, the part before a "/", where there are several groups."""
-    from headstart.train.conversations import IDS, load_conversations, read_rows
+    from headstart.train.conversations import IDS, load_conversations
+    from headstart.train.sources import read_rows
 
     loaded, report = load_conversations([path], trainable=False)
     if report.skipped:

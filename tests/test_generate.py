@@ -83,3 +83,22 @@ def test_bad_options_are_refused_with_what_is_expected(folder: Path, args: list[
     code, _, err = run(folder, *args)
     assert code != 0
     assert said in " ".join(err.replace("│", " ").split())
+
+
+def test_the_tree_of_the_best_pass_is_drawn(folder: Path) -> None:
+    code, out, err = run(folder, "🚀", "--show-tree", "--max-new-tokens", "4")
+    assert code == 0 and "pass " in err and "the target's own" in err and "draft > target" in err
+    assert "\x1b" not in out + err  # no terminal, no colours
+    code, _, err = run(folder, "🚀", "--show-tree", "--compare")
+    assert code != 0 and "leave out --compare" in " ".join(err.replace("│", " ").split())
+
+
+def test_a_terminal_gets_colours_unless_told_not_to(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes this for a terminal
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    first = byte_tokenizer().decode(byte_tokenizer()("🚀é", add_special_tokens=False)["input_ids"][:4])
+    code, out, err = run(folder, first)
+    assert code == 0 and "é" in out and "coloured by the tokens a pass gave" in err
+    monkeypatch.setenv("NO_COLOR", "1")
+    code, out, err = run(folder, first)
+    assert code == 0 and out.strip() == "é" and "coloured" not in err
