@@ -25,19 +25,26 @@ Merge = tuple[str, str]
 
 
 def byte_tokenizer(
-    *, strict: bool = False, template: str | None = None, adds_start: bool = False, merges: Sequence[Merge] = ()
+    *,
+    strict: bool = False,
+    template: str | None = None,
+    adds_start: bool = False,
+    merges: Sequence[Merge] = (),
+    named: Sequence[str] = (),
 ) -> PreTrainedTokenizerFast:
     """BT (strict: BT-strict). template: another chat template; adds_start: put the start token before every text.
 
+    named: what the special tokens from id 4 on are called instead, as a template writes them.
     merges: pairs of byte letters ("Ġ" is a space, "Ċ" a line end) that become tokens of their own, from id 320 on.
     """
     letters = _byte_letters()
-    vocab = {token: i for i, token in enumerate(SPECIALS)} | {letters[b]: 64 + b for b in range(256)}
+    specials = [*SPECIALS[:4], *named, *SPECIALS[4 + len(named) :]]
+    vocab = {token: i for i, token in enumerate(specials)} | {letters[b]: 64 + b for b in range(256)}
     vocab |= {one + two: 320 + i for i, (one, two) in enumerate(merges)}
     core = Tokenizer(models.BPE(vocab=vocab, merges=list(merges)))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     core.decoder = decoders.ByteLevel()
-    core.add_special_tokens(SPECIALS)
+    core.add_special_tokens(specials)
     if adds_start:
         core.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", START)])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", bos_token="<s>", eos_token="</s>")

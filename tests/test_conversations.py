@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from headstart.train.conversations import Conversation, load_conversations, message_hash, read_rows
+from headstart.train.conversations import Conversation, load_conversations, message_hash
 
 GOOD = {"id": "good", "messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]}
 HELLO_HI = GOOD["messages"]
@@ -23,6 +23,15 @@ def write(folder: Path, rows: list[Any], name: str = "rows.jsonl") -> Path:
 
 def load(folder: Path, rows: list[Any], **options: Any) -> tuple[list[Conversation], Any]:
     return load_conversations([write(folder, rows)], **options)
+
+
+CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Bonn", "days": 2}}}
+
+
+def call_row(arguments: Any) -> dict[str, Any]:
+    """A row whose assistant calls a tool."""
+    calls = [{"id": "call00001", "function": {"name": "weather", "arguments": arguments}}]
+    return {"messages": [HELLO_HI[0], {"role": "assistant", "content": None, "tool_calls": calls}]}
 
 
 SHAPES = {
@@ -96,8 +105,70 @@ def test_parts_that_are_no_text_skip_their_row(tmp_path: Path) -> None:  # FC-00
     assert report.skipped == {"a content part is of type image, only text parts are supported": ["img"]}
 
 
+@pytest.mark.parametrize("arguments", [CALL["function"]["arguments"], json.dumps(CALL["function"]["arguments"])])
+def test_tool_calls_come_out_alike(tmp_path: Path, arguments: Any) -> None:
+    tool = {"role": "tool", "tool_call_id": "call00001", "name": "weather", "content": "12 degrees", "weight": 1}
+    row = call_row(arguments)
+    row["messages"] += [tool, HELLO_HI[1]]
+    (conversation,), report = load(tmp_path, [row])
+    assert not report.skipped
+    assert conversation.messages == [
+        HELLO_HI[0],
+        {"role": "assistant", "content": "", "tool_calls": [{**CALL, "id": "call00001"}]},
+        {"role": "tool", "content": "12 degrees", "name": "weather", "tool_call_id": "call00001"},
+        HELLO_HI[1],
+    ]
+    flat = call_row(arguments)
+    flat["messages"][1]["tool_calls"] = [{"name": "weather", "arguments": arguments}]
+    assert load(tmp_path, [flat])[0][0].messages[1]["tool_calls"] == [CALL]
+
+
+def test_tools_and_template_arguments_come_along(tmp_path: Path) -> None:
+    tools = [{"type": "function", "function": {"name": "weather"}}]
+    row = {"messages": HELLO_HI, "tools": tools, "chat_template_kwargs": {"enable_thinking": False}}
+    spelled = {**row, "tools": json.dumps(tools), "chat_template_kwargs": '{"enable_thinking": false}'}
+    bare = {**row, "tools": None, "chat_template_kwargs": {}}
+    for given in (row, spelled):
+        (conversation,), _ = load(tmp_path, [given])
+        assert (conversation.tools, conversation.template_kwargs) == (tools, {"enable_thinking": False})
+    assert load(tmp_path, [bare])[0][0] == load(tmp_path, [{"messages": HELLO_HI}])[0][0]
+    assert load(tmp_path, [row])[0][0].id != load(tmp_path, [bare])[0][0].id
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
+def test_reasoning_has_one_name(tmp_path: Path, name: str) -> None:
+    turn = {"role": "assistant", "content": "Hi", name: "hm"}
+    rows, _ = load(tmp_path, [{"messages": [{**HELLO_HI[0], name: "not mine"}, turn]}])
+    assert rows[0].messages == [HELLO_HI[0], {"role": "assistant", "content": "Hi", "reasoning_content": "hm"}]
+
+
+def test_columns_that_other_rows_fill_change_nothing(tmp_path: Path) -> None:
+    empty = dict.fromkeys(("conversations", "prompt", "answer", "tools", "system", "id"))
+    filled = {"role": None, "content": None, "tool_calls": None, "reasoning": None, "name": None}
+    sharegpt = [{**filled, **turn} for turn in SHAPES["sharegpt"]["conversations"]]
+    assert load(tmp_path, [{**empty, "messages": HELLO_HI}])[0][0].messages == HELLO_HI
+    assert load(tmp_path, [{**empty, "messages": None, "conversations": sharegpt}])[0][0].messages == HELLO_HI
+    assert load(tmp_path, [{**empty, "messages": None, "prompt": "Hello", "answer": "Hi"}])[0][0].messages == HELLO_HI
+
+
+def test_a_broken_line_is_skipped_and_named(tmp_path: Path) -> None:
+    path = write(tmp_path, [GOOD, {**GOOD, "id": "2"}])
+    with path.open("ab") as file:
+        file.write(b'{"id": "torn", "mess\n[1]\n{"id": "bytes", "prompt": "\xff", "answer": "x"}\n')
+        file.write(b'{"id": "4", "prompt": "a", "answer": "b"}')
+    rows, report = load_conversations([path])
+    assert [row.id for row in rows] == ["good", "2", "4"]
+    ((torn, torn_names), (listed, listed_names), (odd, odd_names)) = report.skipped.items()
+    assert "expected one JSON object a line" in torn
+    assert "found of type list" in listed
+    assert "surrogate" in odd
+    assert [*torn_names, *listed_names, *odd_names] == ["rows.jsonl:3", "rows.jsonl:4", "bytes"]
+
+
 def test_mixed_types_in_any_order(tmp_path: Path) -> None:  # FC-017
     rows = [
+        {"id": "d", **call_row({"time": "2025-08-01"})},
+        {"id": "e", **call_row({"time": 1690876800})},
         {"id": "a", "arguments": {"time": "2025-08-01"}, "messages": HELLO_HI},
         {"id": "b", "arguments": {"time": 1690876800}, "messages": HELLO_HI},
         {"id": "c", "messages": [{"role": "user", "content": [{"type": "text", "text": "Hello"}]}, HELLO_HI[1]]},
@@ -105,7 +176,7 @@ def test_mixed_types_in_any_order(tmp_path: Path) -> None:  # FC-017
     listed = tmp_path / "rows.json"
     listed.write_text(json.dumps(rows, indent=1), encoding="utf-8")
     one, other = load(tmp_path, rows)[0], load(tmp_path, rows[::-1])[0]
-    assert len(one) == 3
+    assert len(one) == 5
     assert one == other[::-1]
     assert load_conversations([listed])[0] == one
 
@@ -138,7 +209,12 @@ def test_roles_map_to_known_roles_only(tmp_path: Path) -> None:
         ({"messages": [{"role": "user"}]}, "content is null"),
         ({"prompt": 5, "answer": "x"}, "content is of type int"),
         ({"prompt": "\ud83d", "answer": "x"}, "surrogate"),
-        ({"messages": [HELLO_HI[0], {"role": "assistant", "tool_calls": [{"name": "f"}]}]}, "tool_calls"),
+        ({"messages": [HELLO_HI[0], {"role": "assistant", "tool_calls": [{"id": "f"}]}]}, "a tool call has no name"),
+        ({"messages": [HELLO_HI[0], {"role": "assistant", "tool_calls": "f"}]}, "expected a list on an assistant turn"),
+        ({"messages": [{**HELLO_HI[0], "tool_calls": [{"name": "f"}]}, HELLO_HI[1]]}, "on a turn of role user"),
+        (call_row('{"a": '), "arguments is no JSON"),
+        (call_row([1]), "arguments is of type list, expected a dict or its JSON"),
+        ({"messages": HELLO_HI, "tools": {"name": "f"}}, "tools is of type dict, expected a list or its JSON"),
     ],
 )
 def test_odd_rows_are_skipped_with_a_reason(tmp_path: Path, row: dict[str, Any], reason: str) -> None:
@@ -178,46 +254,6 @@ def test_prompts_keep_what_the_target_has_to_answer(tmp_path: Path) -> None:
     }
     assert list(report.changed.values()) == [["chat"]]
     assert sorted(report.skipped.values()) == [["system last", "nothing"], ["tool"]]
-
-
-def test_folders_are_read_by_name_and_jsonl_wins(tmp_path: Path) -> None:
-    write(tmp_path, [{"id": 2}], "b.jsonl")
-    write(tmp_path, [{"id": 1}], "a.jsonl")
-    write(tmp_path, [{"id": 3}], "provenance.json")
-    assert [row["id"] for row in read_rows(tmp_path)] == [1, 2]
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    with pytest.raises(ValueError, match=r"without \.jsonl or \.json files"):
-        list(read_rows(empty))
-    assert [row["id"] for row in read_rows(tmp_path / "provenance.json")] == [3]
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "error"),
-    [
-        ("rows.jsonl", '{"id": 1}\n\n{"id": 2\n', r"rows.jsonl:3: .*expected one JSON object a line"),
-        ("rows.json", '[\n{"id": 1},\n{"id": 2\n]', r"rows.json:4: "),
-        ("rows.jsonl", '{"id": 1}\n[1]\n', r"rows.jsonl:2: found of type list, expected an object"),
-    ],
-)
-def test_broken_text_names_file_and_line(tmp_path: Path, name: str, text: str, error: str) -> None:
-    path = tmp_path / name
-    path.write_text(text, encoding="utf-8")
-    with pytest.raises(ValueError, match=error):
-        list(read_rows(path))
-
-
-def test_wrong_files_say_what_is_expected(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"no\.jsonl: no such file"):
-        list(read_rows(tmp_path / "no.jsonl"))
-    with pytest.raises(ValueError, match=r"expected a \.jsonl or \.json file"):
-        list(read_rows(tmp_path / "rows.parquet"))
-
-
-def test_a_byte_order_mark_and_odd_line_ends(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_bytes('\ufeff{"id": "a\u2028b"}\r\n{"id": 2}'.encode())
-    assert [row["id"] for row in read_rows(path)] == ["a\u2028b", 2]
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,8 @@
-"""Answers of toy targets: what is written, what is dropped, and that a killed run goes on where it stopped."""
+"""Prompts and their answers in a folder: what is kept, what is dropped, and that a killed run goes on."""
 
 import json
 import shutil
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,42 +14,16 @@ from typer.testing import CliRunner
 from headstart.scripts.distill import distill as command
 from headstart.scripts.distill import pick
 from headstart.train.conversations import Conversation, load_conversations
-from headstart.train.distill import distill, repeats, temperature_of
+from headstart.train.distill import temperature_of
 from headstart.train.masking import encode, prompt_ids
-from tests.byte_tokenizer import END, TURN, byte_tokenizer
+from tests.answering import NEWLINE, SIX, asks, babbler_target, distill, rows, speller
+from tests.byte_tokenizer import END, TEMPLATE, TURN, byte_tokenizer
 from tests.toys import chain, llama
-
-LETTERS = [64 + b for b in b"abcdefghijklmnopqrstuvwxyz"]
-ALPHABET = "".join(map(chr, range(100)))
-NEWLINE = 64 + ord("\n")  # the last token of the generation prompt
 
 
 @pytest.fixture(scope="module")
 def babbler() -> Any:
-    """T0, its words limited to letters and the end token, so that every answer is valid text."""
-    target = llama(num_hidden_layers=2)
-    target.generation_config.suppress_tokens = [i for i in range(320) if i not in (*LETTERS, END)]
-    return target
-
-
-def speller(text: bytes, *, then: int = END) -> Any:
-    """A target that answers every prompt with `text` (no byte twice) and the token `then`."""
-    ids = [NEWLINE, *(64 + byte for byte in text), then]
-    return chain(dict(pairwise(ids)), eos=END)
-
-
-def asks(*texts: str) -> list[Conversation]:
-    return [Conversation(f"p{i}", [{"role": "user", "content": text}]) for i, text in enumerate(texts)]
-
-
-SIX = asks("a", "what is it", "b", "hi there", "say yes or no", "c?")
-
-
-def rows(folder: Path) -> dict[str, dict[str, Any]]:
-    lines = (folder / "answers.jsonl").read_text(encoding="utf-8").splitlines()
-    table = {row["id"]: row for row in map(json.loads, lines)}
-    assert len(table) == len(lines), "an id twice"
-    return table
+    return babbler_target()
 
 
 def counted(target: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -111,17 +84,6 @@ def test_temperatures_hang_on_seed_and_id() -> None:
     assert temperature_of("p0", [0.5], 3) == 0.5
 
 
-def test_sampling_is_from_the_whole_law(tmp_path: Path) -> None:
-    target = chain({}, eos=END)  # says every token alike
-    printable = range(64 + 33, 64 + 127)
-    target.generation_config.update(top_k=5, top_p=0.2, suppress_tokens=[i for i in range(320) if i not in printable])
-    given = []
-    spied = _spied(target, lambda ids, generation_config, **_: given.append(generation_config))
-    distill(spied, byte_tokenizer(), asks(*map(str, range(400))), tmp_path, max_new_tokens=1, temperatures=[0.7])
-    assert len({row["messages"][-1]["content"] for row in rows(tmp_path).values()}) > 85  # 94 in all; 400 draws see 93
-    assert {config.temperature for config in given} == {0.7}
-
-
 def test_global_randomness_is_left_alone(babbler: Any, tmp_path: Path) -> None:
     torch.manual_seed(5)
     before = torch.get_rng_state()
@@ -139,6 +101,8 @@ def test_a_killed_run_goes_on(babbler: Any, tmp_path: Path, monkeypatch: pytest.
 
     distill(babbler, byte_tokenizer(), SIX, tmp_path / "run", progress=progress, **options)
     assert json.loads((killed / "provenance.json").read_text())["counts"] == {"answered": 3, "dropped": 0}
+    spent = json.loads((killed / "provenance.json").read_text())["seconds"]
+    assert spent > 0
     first = (killed / "answers.jsonl").read_bytes()
     with (killed / "answers.jsonl").open("ab") as file:
         file.write(first[:40])  # a line that was torn off
@@ -150,55 +114,7 @@ def test_a_killed_run_goes_on(babbler: Any, tmp_path: Path, monkeypatch: pytest.
     report = distill(babbler, byte_tokenizer(), SIX[::-1], killed, **options)
     assert len(calls) == 3
     assert report.kept == len(rows(killed)) == 6
-
-
-def test_several_user_turns_are_answered_in_turn(tmp_path: Path) -> None:
-    system = {"role": "system", "content": "S"}
-    asked = [{"role": "user", "content": "one"}, {"role": "user", "content": "two"}]
-    prompts = [Conversation("m", [system, *asked]), *asks("three")]
-    distill(speller(b"yo"), byte_tokenizer(), prompts, tmp_path, max_new_tokens=8)
-    answer = {"role": "assistant", "content": "yo"}
-    assert rows(tmp_path)["m"]["messages"] == [system, asked[0], answer, asked[1], answer]
-    assert rows(tmp_path)["m"]["tokens"] == 6
-    assert len(rows(tmp_path)["p0"]["messages"]) == 2
-
-
-def test_later_turns_see_the_earlier_answers(babbler: Any, tmp_path: Path) -> None:
-    prompt = Conversation("m", [{"role": "user", "content": "on"}, {"role": "user", "content": "two"}])
-    tokenizer, seen = byte_tokenizer(), []
-    plain = babbler.generate
-    distill(
-        _spied(babbler, lambda ids, **_: seen.append(ids.tolist())), tokenizer, [prompt], tmp_path, max_new_tokens=30
-    )
-    babbler.generate = plain
-    messages = rows(tmp_path)["m"]["messages"]
-    assert [m["role"] for m in messages] == ["user", "assistant"] * len(seen)
-    assert seen == [[prompt_ids(messages[: 2 * i + 1], tokenizer)] for i in range(len(seen))]
-
-
-def _spied(target: Any, look: Callable[..., None]) -> Any:
-    """The target, each call of its generate shown to `look` first."""
-    plain = target.generate
-
-    def generate(ids: Any, **options: Any) -> Any:
-        look(ids, **options)
-        return plain(ids, **options)
-
-    target.generate = generate
-    return target
-
-
-def test_a_cut_answer_ends_its_conversation(tmp_path: Path) -> None:
-    prompt = Conversation("m", [{"role": "user", "content": "one"}, {"role": "user", "content": "two"}])
-    distill(speller(b"abcdef"), byte_tokenizer(), [prompt], tmp_path, max_new_tokens=3)
-    row = rows(tmp_path)["m"]
-    assert [m["content"] for m in row["messages"]] == ["one", "abc"]
-    assert (row["finished"], row["tokens"]) == (False, 3)
-
-
-def test_a_cut_inside_a_character_is_moved_before_it(tmp_path: Path) -> None:
-    distill(speller("aé".encode()), byte_tokenizer(), SIX[:1], tmp_path, max_new_tokens=2)
-    assert (rows(tmp_path)["p0"]["messages"][-1]["content"], rows(tmp_path)["p0"]["tokens"]) == ("a", 1)
+    assert json.loads((killed / "provenance.json").read_text())["seconds"] >= spent
 
 
 @pytest.mark.parametrize(
@@ -230,24 +146,6 @@ def test_loops_are_dropped_on_request(tmp_path: Path) -> None:
     assert report.skipped == {"the answer ends in a loop": ["p0", "p1"]}
 
 
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [
-        ("x" * 24, True),
-        ("x" * 23, False),
-        ("abc" * 8, True),
-        ("abc" * 7, False),
-        ("start " + "ab" * 12, True),
-        ("ab" * 12 + "!", False),
-        ("", False),
-        (ALPHABET[:64] * 4, True),
-        (ALPHABET[:65] * 4, False),
-    ],
-)
-def test_repeats(text: str, found: bool) -> None:
-    assert repeats(text) == found
-
-
 def test_prompts_that_do_not_fit_are_skipped(babbler: Any, tmp_path: Path) -> None:
     prompts = [*SIX[:1], *asks("x" * 300)[:1]]
     prompts[1] = prompts[1]._replace(id="long")
@@ -272,27 +170,11 @@ def test_ids_that_clash_and_prompts_given_twice(babbler: Any, tmp_path: Path) ->
     assert list(report.changed.values()) == [["7"]]
 
 
-def test_other_settings_want_another_folder(babbler: Any, tmp_path: Path) -> None:
-    distill(babbler, byte_tokenizer(), SIX[:1], tmp_path, max_new_tokens=4)
-    before = (tmp_path / "answers.jsonl").read_bytes()
-    with pytest.raises(ValueError, match=r"sampling: .*'max_new_tokens': 4.*'max_new_tokens': 5.*give a new folder"):
-        distill(babbler, byte_tokenizer(), SIX, tmp_path, max_new_tokens=5)
-    with pytest.raises(ValueError, match="template_sha256"):
-        distill(babbler, byte_tokenizer(strict=True), SIX, tmp_path, max_new_tokens=4)
-    assert (tmp_path / "answers.jsonl").read_bytes() == before
-
-
-def test_a_folder_of_others_is_refused(babbler: Any, tmp_path: Path) -> None:
-    (tmp_path / "answers.jsonl").write_text('{"id": "mine"}\n', encoding="utf-8")
-    with pytest.raises(ValueError, match="holds other answers"):
-        distill(babbler, byte_tokenizer(), SIX, tmp_path)
-
-
 @pytest.mark.parametrize(
     "options", [{"max_new_tokens": 0}, {"batch_size": 0}, {"temperatures": []}, {"temperatures": [-1]}]
 )
 def test_senseless_settings_are_refused(babbler: Any, tmp_path: Path, options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="expected at least one token"):
+    with pytest.raises(ValueError, match=r"expected at least one t(oken|emperature)"):
         distill(babbler, byte_tokenizer(), SIX, tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
 
@@ -310,14 +192,23 @@ def test_the_time_limit_stops_before_a_batch(babbler: Any, tmp_path: Path) -> No
     assert distill(babbler, byte_tokenizer(), SIX, tmp_path, max_new_tokens=4, seconds=600).kept == 6
 
 
-def test_provenance(babbler: Any, tmp_path: Path) -> None:
-    distill(babbler, byte_tokenizer(), SIX, tmp_path, max_new_tokens=4, seed=3, target_id="toy")
-    record = json.loads((tmp_path / "provenance.json").read_text(encoding="utf-8"))
-    assert record["target"] == "toy"
-    assert record["sampling"]["seed"] == 3
-    assert record["counts"] == {"answered": 6, "dropped": 0}
-    assert record["versions"]["torch"] == torch.__version__
-    assert len(record["template_sha256"]) == 64
+def test_template_arguments_stand_in_the_rows_and_reach_the_masks(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer(template="{{ mode or 'slow' }}" + TEMPLATE)
+    own = asks("b")[0]._replace(id="own", template_kwargs={"mode": "odd"})
+    report = distill(
+        speller(b"yo"), tokenizer, [*asks("a"), own], tmp_path, max_new_tokens=4, template_kwargs={"mode": "fast"}
+    )
+    assert report.kept == 2
+    table = rows(tmp_path)
+    assert table["p0"]["chat_template_kwargs"] == {"mode": "fast"}
+    assert table["own"]["chat_template_kwargs"] == {"mode": "odd"}
+    conversations, _ = load_conversations([tmp_path])
+    texts = [tokenizer.decode(row.ids) for row in encode(conversations, tokenizer)[0]]
+    assert [text[:4] for text in texts] == [
+        {"p0": "fast", "own": "odd<"}[conversation.id] for conversation in conversations
+    ]
+    with pytest.raises(ValueError, match=r"template_kwargs: \{'mode': 'fast'\} there"):
+        distill(speller(b"yo"), tokenizer, asks("a"), tmp_path, max_new_tokens=4)
 
 
 def test_limit_takes_from_all_sources_whatever_the_order() -> None:  # FC-013
@@ -344,6 +235,29 @@ def test_the_command(tmp_path: Path) -> None:
     assert "4/4 prompts" in result.output
     assert [row["messages"][-1]["content"] for row in rows(tmp_path / "out").values()] == ["yo"] * 4
     assert json.loads((tmp_path / "out/provenance.json").read_text())["target"] == "toy"
-    wrong = CliRunner().invoke(app, [*line, "--dtype", "int3"])
-    assert wrong.exit_code == 2
-    assert "expected one of auto, bfloat16" in wrong.output
+    for more, told in [
+        (["--dtype", "int3"], "expected one of auto, bfloat16"),
+        (["--self"], "not both"),
+        (["--served-model", "m"], "--served-model is with it"),
+        (["--server", "http://localhost/v1", "--device", "cpu"], "are without --server"),
+        (["--template-kwargs", "[1]"], "expected a JSON object"),
+        (["--template-kwargs", "{"], "is no JSON"),
+    ]:
+        wrong = CliRunner().invoke(app, [*line, *more])
+        assert wrong.exit_code == 2
+        assert told in " ".join(wrong.output.replace("│", " ").split())
+    alone = CliRunner().invoke(app, ["--target", str(model), "--out", str(tmp_path / "self"), "--self"])
+    assert "how many conversations" in " ".join(alone.output.replace("│", " ").split())
+
+
+def test_the_command_writes_its_own_prompts(tmp_path: Path, babbler: Any) -> None:
+    model = tmp_path / "toy"
+    babbler.save_pretrained(model)
+    byte_tokenizer().save_pretrained(model)
+    app = typer.Typer()
+    app.command()(command)
+    line = ["--target", str(model), "--self", "--limit", "5", "--out", str(tmp_path / "out"), "--device", "cpu"]
+    result = CliRunner().invoke(app, [*line, "--max-new-tokens", "20"])
+    assert result.exit_code == 0, result.output
+    assert "5 kept" in result.output
+    assert len(rows(tmp_path / "out")) == 5

@@ -1,39 +1,47 @@
 """Rows in any common shape become conversations; whatever is skipped or changed is counted and named.
 
 Shapes read: `messages` (role / content), ShareGPT `conversations` (from / value), `turns` (a list of user texts), and
-`prompt` or `question` or `instruction` (+ `input`) with `answer`, `response`, `completion` or `output`.
+`prompt` or `question` or `instruction` (+ `input`) with `answer`, `response`, `completion` or `output`. Assistant turns
+may carry `tool_calls` and reasoning; a row may carry `tools` and `chat_template_kwargs`, which its template then gets.
 
 Policy: assistant turns before the first user turn are dropped, the rest of the row stays; one unusable row never ends a
-run; an unknown role refuses its row, so no turn disappears silently. Files are read with plain `json`, row by row: no
-schema is inferred, and a field may be a string in one row and a number or a list in the next.
+run; an unknown role refuses its row, so no turn disappears silently.
 """
 
 import hashlib
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from headstart.train.sources import BrokenRow, kind, placed_rows
+
 log = logging.getLogger(__name__)
 
-Messages = list[dict[str, str]]  # each {"role": one of ROLES, "content": text}
+# Each {"role": one of ROLES, "content": text}. An assistant turn may have "reasoning_content", text, and "tool_calls",
+# a list of {"type": "function", "function": {"name": text, "arguments": dict}}; a tool turn "name", "tool_call_id".
+Messages = list[dict[str, Any]]
+Turns = list[tuple[str, Mapping[str, Any]]]  # role as written, turn as written
 
 ROLES = ("system", "user", "assistant", "tool")
 ALIASES = {"human": "user", "gpt": "assistant", "model": "assistant", "developer": "system", "observation": "tool"}
 LISTS = ("messages", "conversations", "conversation", "turns")
 PROMPTS = ("prompt", "question", "instruction")
 ANSWERS = ("answer", "response", "completion", "output")
+REASONING = ("reasoning_content", "reasoning", "thinking")
 IDS = ("id", "question_id", "conversation_id")
 SHOWN = 5  # names a printed report gives for each reason
 
 
 class Conversation(NamedTuple):
-    """`id` is the row's own id, or a hash of its messages where it has none: never a position in a file."""
+    """`id` is the row's own id, or a hash of its contents where it has none: never a position in a file."""
 
     id: str
     messages: Messages
+    tools: list[dict[str, Any]] | None = None  # JSON schemas of what the assistant may call
+    template_kwargs: dict[str, Any] | None = None  # arguments of the chat template for this row
 
 
 @dataclass
@@ -72,7 +80,7 @@ def text_of(content: object) -> str:
     if isinstance(content, list):
         content = "".join(_part(part) for part in content)
     if not isinstance(content, str):
-        raise Refused(f"content is {_kind(content)}, expected text or a list of text parts")
+        raise Refused(f"content is {kind(content)}, expected text or a list of text parts")
     try:
         content.encode()
     except UnicodeEncodeError as error:
@@ -80,24 +88,16 @@ def text_of(content: object) -> str:
     return content
 
 
-def message_hash(messages: Messages) -> str:
-    """16 hex digits that depend on roles and contents alone: the key of a row without an id of its own."""
-    return hashlib.sha256(json.dumps(messages, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def read_rows(path: str | Path) -> Iterator[dict[str, Any]]:
-    """Rows of a .jsonl or .json file, or of a folder: its *.jsonl files by name or, if it has none, its *.json files.
-
-    A .json file holds one list of objects, or one object a line. Raises ValueError naming file and line of broken text.
-    """
-    for _, row in _placed_rows(Path(path)):
-        yield row
+def message_hash(messages: Messages, tools: list[dict[str, Any]] | None = None) -> str:
+    """16 hex digits that depend on the turns and tools alone: the key of a row without an id of its own."""
+    told: object = {"messages": messages, "tools": tools} if tools else messages
+    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def load_conversations(
     paths: Sequence[str | Path], *, roles: Mapping[str, str] | None = None, trainable: bool = True
 ) -> tuple[list[Conversation], Report]:
-    """Read files or folders into conversations.
+    """Read files, folders or data sets (see `sources`) into conversations.
 
     roles: what unknown role names stand for, e.g. {"smollm-135m": "assistant"}; wins over the built-in aliases.
     trainable: True keeps rows with an assistant turn. False reads prompts for the target to answer: system and user
@@ -110,15 +110,19 @@ def load_conversations(
     report = Report()
     kept: list[Conversation] = []
     for path in paths:
-        for place, row in _placed_rows(Path(path)):
-            own = next((str(row[key]) for key in IDS if row.get(key) is not None), None)
+        for place, row in placed_rows(path):
+            name = place
             try:
-                messages = _messages(row, names)
-                messages = _trim(messages, own or place, trainable, report)
+                if isinstance(row, BrokenRow):
+                    raise Refused(str(row))
+                own = next((str(row[key]) for key in IDS if row.get(key) is not None), None)
+                name = own or place
+                messages = _trim(_messages(row, names), name, trainable, report)
+                tools, arguments = _parsed(row, "tools", list), _parsed(row, "chat_template_kwargs", dict)
             except Refused as refusal:
-                report.skip(str(refusal), own or place)
+                report.skip(str(refusal), name)
                 continue
-            kept.append(Conversation(own or message_hash(messages), messages))
+            kept.append(Conversation(own or message_hash(messages, tools), messages, tools, arguments))
     report.kept = len(kept)
     for reason, rows in report.skipped.items():
         if reason.startswith("unknown role"):
@@ -139,10 +143,10 @@ def _trim(messages: Messages, name: str, trainable: bool, report: Report) -> Mes
         return rest
     first_user = next((i for i, m in enumerate(messages) if m["role"] == "user"), len(messages))
     rest = [m for i, m in enumerate(messages) if i > first_user or m["role"] != "assistant"]
-    answers = [m["content"] for m in rest if m["role"] == "assistant"]
+    answers = [m for m in rest if m["role"] == "assistant"]
     if not answers:
         raise Refused("no assistant turn after a user turn")
-    if not all(answer.strip() for answer in answers):
+    if not all(answer["content"].strip() or "tool_calls" in answer for answer in answers):
         raise Refused("an assistant turn is empty")
     if len(rest) < len(messages):
         report.change("assistant turns before the first user turn dropped", name)
@@ -156,29 +160,74 @@ def _messages(row: Mapping[str, Any], names: Mapping[str, str]) -> Messages:
     unknown = next((role for role, _ in turns if role not in names), None)
     if unknown is not None:
         raise Refused(f'unknown role "{unknown}" (a known one, or an entry in roles, is expected)')
-    messages = [{"role": names[role], "content": text_of(content)} for role, content in turns]
+    messages = [message_of(names[role], turn) for role, turn in turns]
     system = row.get("system")
     if isinstance(system, str) and system and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": text_of(system)})
     return messages
 
 
-def _turns(row: Mapping[str, Any]) -> list[tuple[str, object]]:
-    """(role as written, content as written) for each turn of a row in any shape."""
-    for key in LISTS:
-        if key in row:
-            return _listed(row[key], key)
-    named = next((key for key in PROMPTS if key in row), None)
+def message_of(role: str, turn: Mapping[str, Any]) -> dict[str, Any]:
+    content = turn.get("content") if turn.get("content") is not None else turn.get("value")
+    calls = turn.get("tool_calls")
+    if calls and (role != "assistant" or not isinstance(calls, list)):
+        raise Refused(f"tool_calls {kind(calls)} on a turn of role {role}, expected a list on an assistant turn")
+    message: dict[str, Any] = {"role": role, "content": "" if content is None and calls else text_of(content)}
+    if role == "assistant":
+        reasoning = next((turn[key] for key in REASONING if turn.get(key)), None)
+        if reasoning is not None:
+            message["reasoning_content"] = text_of(reasoning)
+        if calls:
+            message["tool_calls"] = [_call(call) for call in calls]
+    if role == "tool":
+        message |= {key: turn[key] for key in ("name", "tool_call_id") if isinstance(turn.get(key), str)}
+    return message
+
+
+def _call(call: object) -> dict[str, Any]:
+    """One tool call as templates read it: arguments as an object, also where they were given as its JSON text."""
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise Refused("a tool call has no name")
+    arguments = _parsed({"arguments": function.get("arguments") or {}}, "arguments", dict)
+    made: dict[str, Any] = {"type": "function", "function": {"name": function["name"], "arguments": arguments or {}}}
+    if isinstance(call, dict) and isinstance(call.get("id"), str):
+        made["id"] = call["id"]
+    return made
+
+
+def _parsed(row: Mapping[str, Any], key: str, wanted: type) -> Any:
+    """row[key], a `wanted` or the JSON text of one; None where there is nothing in it."""
+    value = row.get(key)
+    if isinstance(value, str) and value:
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise Refused(f"{key} is no JSON: {error.msg}") from error
+    if value and not isinstance(value, wanted):
+        raise Refused(f"{key} is {kind(value)}, expected a {wanted.__name__} or its JSON")
+    return value or None
+
+
+def _turns(row: Mapping[str, Any]) -> Turns:
+    """The turns of a row in any shape."""
+    lists = [key for key in LISTS if key in row]
+    if any(row[key] is not None for key in lists) or (lists and not any(row.get(key) is not None for key in PROMPTS)):
+        key = next((key for key in lists if row[key] is not None), lists[0])
+        return _listed(row[key], key)
+    named = next((key for key in PROMPTS if row.get(key) is not None), None)
     if named is None:
         raise Refused(f"no field named {', '.join((*LISTS, *PROMPTS))}")
     prompt = row[named]
     if named == "instruction" and isinstance(row.get("input"), str) and row["input"]:
         prompt = f"{prompt}\n\n{row['input']}"
-    turns = _listed(prompt, named) if _is_turns(prompt) else [("user", prompt)]
+    asked: Turns = [("user", {"content": prompt})]
+    turns = _listed(prompt, named) if _is_turns(prompt) else asked
     answer = next((row[name] for name in ANSWERS if row.get(name) is not None), None)
     if answer is None:
         return turns
-    return turns + (_listed(answer, "answer") if _is_turns(answer) else [("assistant", answer)])
+    said: Turns = [("assistant", {"content": answer})]
+    return turns + (_listed(answer, "answer") if _is_turns(answer) else said)
 
 
 def _is_turns(value: object) -> bool:
@@ -188,18 +237,15 @@ def _is_turns(value: object) -> bool:
     )
 
 
-def _listed(value: object, key: str) -> list[tuple[str, object]]:
+def _listed(value: object, key: str) -> Turns:
     if not isinstance(value, list):
-        raise Refused(f"{key} is {_kind(value)}, expected a list of turns")
-    turns: list[tuple[str, object]] = []
+        raise Refused(f"{key} is {kind(value)}, expected a list of turns")
+    turns: Turns = []
     for turn in value:
         if key == "turns" and isinstance(turn, str):
-            turns.append(("user", turn))
+            turns.append(("user", {"content": turn}))
         elif isinstance(turn, dict) and ("role" in turn or "from" in turn):
-            if turn.get("tool_calls"):
-                raise Refused("tool_calls are not supported: write the call into the assistant's content")
-            content = turn.get("content") if "content" in turn else turn.get("value")
-            turns.append((str(turn["role"] if "role" in turn else turn["from"]), content))
+            turns.append((str(turn["role"] if turn.get("role") is not None else turn.get("from")), turn))
         else:
             raise Refused(f"a turn of {key} has no role (or from)")
     return turns
@@ -210,51 +256,6 @@ def _part(part: object) -> str:
         return part
     if isinstance(part, dict) and part.get("type", "text") == "text" and isinstance(part.get("text"), str):
         return str(part["text"])
-    kind = part.get("type") if isinstance(part, dict) else None
-    raise Refused(
-        f"a content part is {_kind(part) if kind is None else f'of type {kind}'}, only text parts are supported"
-    )
-
-
-def _kind(value: object) -> str:
-    return "null" if value is None else f"of type {type(value).__name__}"
-
-
-def _placed_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """("file:line", row) for each row; the line of a row inside a JSON list is its number in the list."""
-    if path.is_dir():
-        files = sorted(path.glob("*.jsonl")) or sorted(path.glob("*.json"))
-        if not files:
-            raise ValueError(f"{path}: a folder without .jsonl or .json files; expected at least one")
-        for file in files:
-            yield from _placed_rows(file)
-        return
-    if path.suffix not in (".jsonl", ".json"):
-        raise ValueError(
-            f"{path}: expected a .jsonl or .json file or a folder of them; save other formats as JSON Lines"
-        )
-    if not path.exists():
-        raise FileNotFoundError(f"{path}: no such file; expected JSON Lines with one row a line")
-    with path.open(encoding="utf-8-sig") as lines:
-        listed = path.suffix == ".json" and lines.read(4096).lstrip().startswith("[")
-        lines.seek(0)
-        rows = enumerate(_parse(lines.read(), path, 1)) if listed else _lines(lines, path)
-        for number, row in rows:
-            if not isinstance(row, dict):
-                raise ValueError(
-                    f"{path}:{number}: found {_kind(row)}, expected an object such as {{'messages': [...]}}"
-                )
-            yield f"{path.name}:{number}", row
-
-
-def _lines(lines: Iterator[str], path: Path) -> Iterator[tuple[int, Any]]:
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            yield number, _parse(line.strip(), path, number)
-
-
-def _parse(text: str, path: Path, line: int) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}:{line + error.lineno - 1}: {error.msg}; expected one JSON object a line") from error
+    found = part.get("type") if isinstance(part, dict) else None
+    told = kind(part) if found is None else f"of type {found}"
+    raise Refused(f"a content part is {told}, only text parts are supported")

@@ -1,300 +1,183 @@
-"""Answers from the target itself, in process, batched and resumable: on-policy training data for its heads.
+"""Answers from the target itself: on-policy training data for its heads.
 
-`out` is a folder: answers.jsonl holds one line an answered prompt, dropped.tsv one line a prompt whose answer was no
-use, provenance.json what made them. Rows are keyed by the prompt's id, never by a position, so a run may be killed at
-any time and taken up again with its prompts in another order, with fewer or with more of them.
+Prompts come from files and data sets (`distill`), or the target writes them too (`distill_self`). Answers come from the
+target in this process (`Sampler`) or from a server (`Server`), and go into a folder (`answers`) that a run may leave
+and take up at any instant, with its prompts in another order, with fewer or with more of them.
 """
 
-import hashlib
-import json
-import math
-import os
-import platform
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from importlib.metadata import version
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from headstart.heads.tie import vocabulary_fingerprint
+from headstart.train.answers import Answer, Answerer, Asked, Store, number
+from headstart.train.conversations import Conversation, Report, message_hash
+from headstart.train.masking import MaskError
+from headstart.train.provenance import template_hash
+from headstart.train.selfplay import Turns, UserTurns, repeats
 
-from headstart.train.conversations import Conversation, Messages, Report, message_hash, read_rows
-from headstart.train.masking import MaskError, prompt_ids, render
-
-ANSWERS, DROPPED, PROVENANCE = "answers.jsonl", "dropped.tsv", "provenance.json"
-REPLACEMENT = "\ufffd"
 Progress = Callable[[int, int, int], None]  # prompts done, prompts in all, answer tokens of this run
-
-
-class Answer(NamedTuple):
-    """What became of one prompt. dropped: why the answer is no use, or "" for a good one."""
-
-    messages: Messages
-    finished: bool  # the target ended each of its turns itself
-    tokens: int  # tokens it generated over all turns, end tokens included
-    dropped: str = ""
+GREEDY_AND_WARM = (0.0, 0.8)
 
 
 def distill(
-    target: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
+    answerer: Answerer,
     prompts: Sequence[Conversation],
     out: str | Path,
     *,
-    max_new_tokens: int = 256,
-    batch_size: int = 32,
-    temperatures: Sequence[float] = (0.0, 0.8),
+    temperatures: Sequence[float] = GREEDY_AND_WARM,
     seed: int = 0,
     seconds: float | None = None,
     drop_loops: bool = False,
-    target_id: str | None = None,
-    template_kwargs: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
 ) -> Report:
-    """Let `target` answer `prompts` (system and user turns) into the folder `out`; what is answered there stays.
+    """Let `answerer` answer `prompts` (system and user turns) into the folder `out`; what is answered there stays.
 
-    temperatures: each prompt gets one of them, 0 being greedy; sampling cuts nothing off the tail (no top-k, no top-p).
-    seconds: start no further batch after this time. drop_loops: leave out answers that end in a repeated phrase.
-    A prompt with several user turns is answered turn by turn; it ends early where an answer reaches max_new_tokens.
-    Raises ValueError if `out` holds answers that were made otherwise.
+    temperatures: each prompt gets one of them, 0 being greedy. seconds: begin no further prompt after this time.
+    drop_loops: leave out answers that end in a repeated phrase. A prompt with several user turns is answered turn by
+    turn; it ends early where an answer is cut off. Raises ValueError if `out` holds answers that were made otherwise.
     """
-    if max_new_tokens < 1 or batch_size < 1 or not temperatures or min(temperatures) < 0:
-        given = f"max_new_tokens {max_new_tokens}, batch_size {batch_size}, temperatures {list(temperatures)}"
-        raise ValueError(f"{given}; expected at least one token, one row and one temperature of 0 or more")
-    sampler = _Sampler(target, tokenizer, max_new_tokens, dict(template_kwargs or {}))
-    sampling = {"max_new_tokens": max_new_tokens, "temperatures": list(temperatures), "top_k": 0, "top_p": 1.0}
-    made = sampler.identity(target_id) | {"sampling": {**sampling, "seed": seed, "drop_loops": drop_loops}}
-    store, report = _Store(Path(out), made), Report()
+    report = Report()
     asked = _keyed(prompts, report)
-    todo = {key: messages for key, messages in asked.items() if key not in store.done}
-    done, tokens, began = len(asked) - len(todo), 0, time.monotonic()
-    try:
-        for temperature, keys in _batches(todo, sampler, batch_size, temperatures, seed, report):
-            if seconds is not None and time.monotonic() - began >= seconds:
-                break
-            with torch.random.fork_rng():
-                torch.manual_seed(_number(seed, *keys))
-                answers = sampler.answer([todo[key] for key in keys], temperature)
-            answers = [_without_loops(answer, tokenizer) for answer in answers] if drop_loops else answers
-            store.add(keys, answers, temperature)
-            done, tokens = done + len(keys), tokens + sum(answer.tokens for answer in answers)
-            if progress is not None:
-                progress(done, len(asked), tokens)
-    finally:
-        store.close()
-    for key, reason in store.dropped.items():
-        report.skip(reason, key)
-    report.kept = len(store.done) - len(store.dropped)
-    return report
+    settings = _settings(answerer, temperatures, seed, drop_loops) | {"user_turns": "given"}
+    with Store(Path(out), settings, answerer.notes) as store:
+        clerk = _Clerk(answerer, store, temperatures, seed, seconds, drop_loops, progress, report)
+        clerk.answer(asked, len(asked), sum(key in store.done for key in asked))
+        return clerk.close()
+
+
+def distill_self(
+    answerer: Answerer,
+    count: int,
+    out: str | Path,
+    *,
+    turns: UserTurns | None = None,
+    temperatures: Sequence[float] = GREEDY_AND_WARM,
+    seed: int = 0,
+    seconds: float | None = None,
+    drop_loops: bool = False,
+    progress: Progress | None = None,
+) -> Report:
+    """Without any data: the target writes user turns, then answers them, until `out` holds `count` conversations.
+
+    turns: how user turns are drawn and which are kept (`selfplay`). The rest is as in `distill`. Raises ValueError
+    where round after round yields no user turn of use.
+    """
+    if count < 1:
+        raise ValueError(f"{count} conversations asked for; expected at least one")
+    turns, report = turns or UserTurns(), Report()
+    settings = _settings(answerer, temperatures, seed, drop_loops) | {"user_turns": turns._asdict()}
+    with Store(Path(out), settings, answerer.notes) as store:
+        clerk = _Clerk(answerer, store, temperatures, seed, seconds, drop_loops, progress, report)
+        drawn = Turns(store.folder, answerer, turns, seed)
+        while store.kept < count and clerk.more():
+            waiting = [prompt for prompt in drawn.prompts if prompt.id not in store.done | clerk.put_off]
+            missing = count - store.kept
+            if len(waiting) < missing:
+                drawn.extend()
+                continue
+            clerk.answer({prompt.id: prompt for prompt in waiting[:missing]}, count)
+        for reason, names in drawn.refused.items():
+            for name in names:
+                report.skip(f"user turn: {reason}", name)
+        return clerk.close()
 
 
 def temperature_of(key: str, temperatures: Sequence[float], seed: int) -> float:
     """The temperature for a prompt: a function of (seed, id), so neither order nor resuming changes it."""
-    return temperatures[_number(seed, key) % len(temperatures)]
+    return temperatures[number(seed, key) % len(temperatures)]
 
 
-def repeats(items: Sequence[Any], *, times: int = 4, shortest: int = 24, longest: int = 64) -> bool:
-    """Whether the tail is a phrase of up to `longest` items over and over: `times` or more, over `shortest` items."""
-    for period in range(1, min(longest, len(items) // times) + 1):
-        span = max(period * times, shortest)
-        if span <= len(items) and all(items[-i] == items[-i - period] for i in range(1, span - period + 1)):
-            return True
-    return False
-
-
-class _Sampler:
-    """Batched answers through plain `generate`: rows padded on the left, each answer cut at its first end token."""
+class _Clerk:
+    """Brings prompts to the answerer and answers to the store, and keeps count."""
 
     def __init__(
-        self, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, length: int, template: dict[str, Any]
+        self,
+        answerer: Answerer,
+        store: Store,
+        temperatures: Sequence[float],
+        seed: int,
+        seconds: float | None,
+        drop_loops: bool,
+        progress: Progress | None,
+        report: Report,
     ) -> None:
-        if target.training:
-            raise ValueError("the target is in training mode; call target.eval() first")
-        self.target, self.tokenizer, self.length, self.template = target, tokenizer, length, template
-        config = target.generation_config
-        own = config.eos_token_id if config is not None else None
-        self.ends = {i for i in (*(own if isinstance(own, list) else [own]), tokenizer.eos_token_id) if i is not None}
-        self.room = getattr(target.config.get_text_config(), "max_position_embeddings", math.inf)
+        self.answerer, self.store, self.temperatures, self.seed = answerer, store, temperatures, seed
+        self.drop_loops, self.progress, self.report = drop_loops, progress, report
+        self.stop = None if seconds is None else time.monotonic() + seconds
+        self.put_off: set[str] = set()  # not to be answered in this run
+        self.ready: int | None = 0
+        self.total = self.tokens = 0
 
-    def identity(self, target_id: str | None) -> dict[str, Any]:
-        """What an answer depends on besides the sampling: target, chat template and its arguments."""
-        return {
-            "target": target_id or Path(self.target.config._name_or_path).name,
-            "template_sha256": hashlib.sha256(self.tokenizer.get_chat_template().encode()).hexdigest(),
-            "template_kwargs": self.template,
-        }
+    def more(self) -> bool:
+        return self.stop is None or time.monotonic() < self.stop
 
-    def prompt(self, messages: Messages) -> list[int]:
-        """Prompt ids. Raises MaskError where the template refuses or an answer would pass the last position."""
-        ids = prompt_ids(messages, self.tokenizer, template_kwargs=self.template)
-        if len(ids) + self.length > self.room:
-            raise MaskError(f"no room for an answer: the target has {self.room} positions")
-        return ids
-
-    def answer(self, prompts: Sequence[Messages], temperature: float) -> list[Answer]:
-        """Answer each prompt turn by turn; a row leaves the batch once it is cut off or dropped."""
-        answers = [Answer([], True, 0) for _ in prompts]
-        waiting = [list(messages) for messages in prompts]
-        active = list(range(len(prompts)))
-        while active:
-            ids = {}
-            for row in active:
-                head = next(i for i, m in enumerate(waiting[row]) if m["role"] == "user") + 1
-                answers[row] = answers[row]._replace(messages=answers[row].messages + waiting[row][:head])
-                waiting[row] = waiting[row][head:]
-                try:
-                    ids[row] = self.prompt(answers[row].messages)
-                except MaskError as error:
-                    answers[row] = answers[row]._replace(dropped=str(error))
-            for row, new in zip(ids, self._generate(list(ids.values()), temperature), strict=True):
-                answers[row] = self._extend(answers[row], ids[row], new)
-            active = [r for r in ids if waiting[r] and answers[r].finished and not answers[r].dropped]
-        return answers
-
-    def _generate(self, prompts: Sequence[list[int]], temperature: float) -> list[list[int]]:
-        """Generated ids of each prompt, the first end token included, nothing after it."""
-        if not prompts:
-            return []
-        width = max(map(len, prompts))
-        pad = next((i for i in (self.tokenizer.pad_token_id, *sorted(self.ends)) if i is not None), 0)
-        ids = torch.tensor([[pad] * (width - len(p)) + p for p in prompts], device=self.target.device)  # [B, P]
-        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=ids.device)
-        sampling = {"temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
-        ends = sorted(self.ends) or None
-        config = GenerationConfig(
-            max_new_tokens=self.length, do_sample=temperature > 0, pad_token_id=pad, eos_token_id=ends, **sampling
-        )
-        with torch.inference_mode():
-            full = self.target.generate(ids, attention_mask=mask, generation_config=config)  # type: ignore[operator]
-        rows: list[list[int]] = full[:, width:].tolist()  # [B, n], padded after the end token
-        return [row[: next((i + 1 for i, token in enumerate(row) if token in self.ends), len(row))] for row in rows]
-
-    def _extend(self, answer: Answer, prompt: list[int], new: list[int]) -> Answer:
-        """Append what was generated. It is dropped if it does not come back to the same ids through the template."""
-        finished = new[-1] in self.ends
-        text = self._decode(new[:-1] if finished else new)
-        while not finished and len(new) > 1 and text.endswith(REPLACEMENT):  # cut off inside a character
-            new = new[:-1]
-            text = self._decode(new)
-        messages = [*answer.messages, {"role": "assistant", "content": text}]
-        dropped = "" if text.strip() else "the answer is empty"
-        if not dropped and not self._comes_back(messages, prompt + new):
-            dropped = "the answer's text does not tokenize to the generated ids"
-        return Answer(messages, finished, answer.tokens + len(new), dropped)
-
-    def _decode(self, ids: list[int]) -> str:
-        return str(self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
-
-    def _comes_back(self, messages: Messages, ids: list[int]) -> bool:
-        try:
-            return render(messages, self.tokenizer, template_kwargs=self.template).ids[: len(ids)] == ids
-        except MaskError:
-            return False
-
-
-class _Store:
-    """The output folder: what is done, and rows appended to it. A line that a kill tore off is cut away."""
-
-    def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
-        self.folder, self.began = folder, time.time()
-        folder.mkdir(parents=True, exist_ok=True)
-        self.record = self._checked(settings)
-        _mend(folder / ANSWERS)
-        _mend(folder / DROPPED)
-        lines = (folder / DROPPED).read_text(encoding="utf-8").splitlines()
-        self.dropped = dict(line.split("\t", 1) for line in lines)
-        self.done = {str(row["id"]) for row in read_rows(folder / ANSWERS)} | self.dropped.keys()
-        self._write_record()
-
-    def add(self, keys: Iterable[str], answers: Iterable[Answer], temperature: float) -> None:
-        rows, drops = [], []
-        for key, answer in zip(keys, answers, strict=True):
-            self.done.add(key)
-            if answer.dropped:
-                self.dropped[key] = " ".join(answer.dropped.split())
-                drops.append(f"{key}\t{self.dropped[key]}")
+    def answer(self, prompts: Mapping[str, Conversation], total: int, ready: int | None = None) -> None:
+        """Has answered what is not in the store yet; what does not fit is skipped and named. ready, total: where the
+        display of the progress begins and ends; without `ready` it shows the rows kept."""
+        todo = []
+        for key, prompt in prompts.items():
+            if key in self.store.done:
                 continue
-            row = {"id": key, "messages": answer.messages, "temperature": temperature}
-            rows.append(json.dumps(row | {"finished": answer.finished, "tokens": answer.tokens}, ensure_ascii=False))
-        for name, lines in ((ANSWERS, rows), (DROPPED, drops)):
-            with (self.folder / name).open("a", encoding="utf-8", newline="\n") as file:
-                file.writelines(line + "\n" for line in lines)
-                file.flush()
-                os.fsync(file.fileno())
-        self._write_record()
+            try:
+                length = self.answerer.check(prompt)
+            except MaskError as error:
+                self.report.skip(str(error), key)
+                self.put_off.add(key)
+                continue
+            todo.append(Asked(key, prompt, temperature_of(key, self.temperatures, self.seed), length))
+        self.ready, self.total = ready, total
+        self.answerer.answer(todo, self._done, self.more, self.report, self.seed)
+        self.put_off.update(one.key for one in todo if one.key not in self.store.done)
 
-    def close(self) -> None:
-        self.record["seconds"] = round(self.record.get("seconds", 0) + time.time() - self.began, 1)
-        self._write_record()
+    def close(self) -> Report:
+        for key, reason in self.store.dropped.items():
+            self.report.skip(reason, key)
+        self.report.kept = self.store.kept
+        return self.report
 
-    def _checked(self, settings: dict[str, Any]) -> dict[str, Any]:
-        path = self.folder / PROVENANCE
-        if not path.exists() and not (self.folder / ANSWERS).exists():
-            return dict(settings)
-        before: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        other = [key for key, value in settings.items() if before.get(key) != value]
-        if other:
-            told = "; ".join(f"{key}: {before.get(key)} there, {settings[key]} asked for" for key in other)
-            raise ValueError(f"{self.folder} holds other answers ({told}); give a new folder or the same settings")
-        return before
+    def _done(self, asked: Sequence[Asked], answers: Sequence[Answer]) -> None:
+        self.store.add(asked, [self._without_loops(answer) for answer in answers])
+        self.ready = None if self.ready is None else self.ready + len(asked)
+        self.tokens += sum(answer.tokens for answer in answers)
+        if self.progress is not None:
+            self.progress(self.store.kept if self.ready is None else self.ready, self.total, self.tokens)
 
-    def _write_record(self) -> None:
-        self.record["versions"] = {name: version(name) for name in ("torch", "transformers", "tokenizers")}
-        self.record["versions"]["python"] = platform.python_version()
-        self.record["counts"] = {"answered": len(self.done) - len(self.dropped), "dropped": len(self.dropped)}
-        draft = self.folder / (PROVENANCE + ".part")
-        draft.write_text(json.dumps(self.record, indent=1) + "\n", encoding="utf-8")
-        draft.replace(self.folder / PROVENANCE)
+    def _without_loops(self, answer: Answer) -> Answer:
+        if not self.drop_loops or answer.dropped:
+            return answer
+        last = self.answerer.tokenizer(answer.messages[-1]["content"], add_special_tokens=False)["input_ids"]
+        return answer._replace(dropped="the answer ends in a loop") if repeats(last) else answer
 
 
-def _mend(path: Path) -> None:
-    """Cut off what follows the last line end; an absent file becomes an empty one."""
-    path.touch()
-    data = path.read_bytes()
-    os.truncate(path, data.rfind(b"\n") + 1)
+def _settings(answerer: Answerer, temperatures: Sequence[float], seed: int, drop_loops: bool) -> dict[str, Any]:
+    """What answers depend on, and what must therefore be the same for a folder to be carried on."""
+    if not temperatures or min(temperatures) < 0:
+        raise ValueError(f"temperatures {list(temperatures)}; expected at least one temperature of 0 or more")
+    sampling = {"max_new_tokens": answerer.max_new_tokens, "temperatures": list(temperatures), "top_k": 0, "top_p": 1.0}
+    return {
+        **answerer.identity(),
+        "tokenizer_fingerprint": vocabulary_fingerprint(answerer.tokenizer.get_vocab()),
+        "template_sha256": template_hash(answerer.tokenizer),
+        "template_kwargs": answerer.template_kwargs,
+        "sampling": {**sampling, "seed": seed, "drop_loops": drop_loops},
+    }
 
 
-def _keyed(prompts: Sequence[Conversation], report: Report) -> dict[str, Messages]:
+def _keyed(prompts: Sequence[Conversation], report: Report) -> dict[str, Conversation]:
     """Prompts by key: the id, with a hash behind it where one id names several; a repeated prompt counts once."""
-    named: dict[str, dict[str, Messages]] = {}
+    named: dict[str, dict[str, Conversation]] = {}
     for prompt in prompts:
         if {m["role"] for m in prompt.messages} - {"system", "user"} or prompt.messages[-1]["role"] != "user":
             raise ValueError(f"prompt {prompt.id}: expected system and user turns, a user turn last")
         same = named.setdefault(" ".join(prompt.id.split()), {})
-        if message_hash(prompt.messages) in same:
+        digest = message_hash(prompt.messages, prompt.tools)
+        if digest in same:
             report.change("the same prompt twice, answered once", prompt.id)
-        same[message_hash(prompt.messages)] = prompt.messages
+        same[digest] = prompt
     return {
-        (key if len(same) == 1 else f"{key}#{digest}"): messages
+        (key if len(same) == 1 else f"{key}#{digest}"): prompt
         for key, same in named.items()
-        for digest, messages in same.items()
+        for digest, prompt in same.items()
     }
-
-
-def _batches(
-    todo: Mapping[str, Messages], sampler: _Sampler, size: int, temperatures: Sequence[float], seed: int, report: Report
-) -> list[tuple[float, list[str]]]:
-    """(temperature, keys) of batches of like prompt length and turn count, mixed: a run cut short is a fair sample."""
-    groups: dict[tuple[float, int], list[tuple[int, str]]] = {}
-    for key, messages in todo.items():
-        try:
-            length = len(sampler.prompt(messages))
-        except MaskError as error:
-            report.skip(str(error), key)
-            continue
-        groups.setdefault((temperature_of(key, temperatures, seed), len(messages)), []).append((length, key))
-    batches = []
-    for (temperature, _), group in groups.items():
-        keys = [key for _, key in sorted(group)]
-        batches += [(temperature, keys[at : at + size]) for at in range(0, len(keys), size)]
-    return sorted(batches, key=lambda batch: _number(seed, *batch[1]))
-
-
-def _without_loops(answer: Answer, tokenizer: PreTrainedTokenizerBase) -> Answer:
-    last = tokenizer(answer.messages[-1]["content"], add_special_tokens=False)["input_ids"]
-    return answer._replace(dropped="the answer ends in a loop") if not answer.dropped and repeats(last) else answer
-
-
-def _number(seed: int, *keys: str) -> int:
-    return int.from_bytes(hashlib.sha256("\n".join((str(seed), *keys)).encode()).digest()[:7], "big")
