@@ -14,8 +14,12 @@ import typer
 from headstart.scripts.bench import bench
 from headstart.scripts.distill import distill
 from headstart.scripts.doctor import doctor
+from headstart.scripts.export import export, import_
 from headstart.scripts.generate import generate
+from headstart.scripts.inspect_data import inspect
+from headstart.scripts.push import push
 from headstart.scripts.train import train
+from headstart.scripts.tune import tune
 
 USER_ERROR = 2  # exit status, as for a wrong option
 DEBUG = "HEADSTART_DEBUG"
@@ -28,10 +32,15 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(distill)
+app.command()(inspect)
 app.command()(train)
 app.command()(generate)
 app.command()(bench)
+app.command()(tune)
 app.command()(doctor)
+app.command()(push)
+app.command()(export)
+app.command(name="import")(import_)
 
 
 def _show_version(wanted: bool) -> None:

@@ -48,7 +48,7 @@ def doctor(
     transformers_logging.disable_progress_bar()
     console = Console(width=None if Console().is_terminal else WIDTH, highlight=False)
     try:
-        loaded = _load(heads)
+        loaded = load(heads)
     except ValueError as error:  # a folder of heads that is not whole is what the doctor is asked about
         _show_check(console, Check("heads", False, str(error)))
         raise typer.Exit(1) from error
@@ -75,7 +75,7 @@ def first_conversation(file: Path) -> "Messages":
     return rows[0].messages
 
 
-def _load(source: str) -> "DraftHeads":
+def load(source: str) -> "DraftHeads":
     """Raises OSError where nothing is there to load, ValueError where what is there is not whole."""
     from headstart.heads import load_heads
 

@@ -1,4 +1,7 @@
-"""`headstart train`: one run in this process. For several: accelerate launch -m headstart.train, same arguments."""
+"""`headstart train`: one run, in this process or in several on this machine.
+
+Several machines, FSDP2 and DeepSpeed: accelerate launch --config_file recipes/accelerate-*.yaml -m headstart.train.
+"""
 
 from typing import Annotated
 
@@ -10,14 +13,19 @@ def train(
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Values to use instead of the recipe's.")
     ] = None,
+    num_processes: Annotated[
+        int, typer.Option(min=1, help="Processes on this machine, one a device; on the CPU as many as you like.")
+    ] = 1,
 ) -> None:
-    """Train heads as RECIPE says, in this process."""
+    """Train heads as RECIPE says."""
     try:
         from headstart.train.__main__ import main
+        from headstart.train.launch import launch
     except ModuleNotFoundError as missing:
         if (missing.name or "").startswith("headstart"):
             raise
         raise ImportError(
             f"training needs the package {missing.name}, which is not installed. pip install 'headstart-llm[train]'"
         ) from missing
-    raise typer.Exit(main([recipe, *(overrides or [])]))
+    arguments = [recipe, *(overrides or [])]
+    raise typer.Exit(main(arguments) if num_processes == 1 else launch(num_processes, arguments))

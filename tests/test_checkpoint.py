@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
-import time
+import json
 from pathlib import Path
 
 import pytest
@@ -17,9 +13,10 @@ from headstart.train import checkpoint
 from tests.toys import llama
 
 
-def save(out: Path, step: int, digest: str = "d", keep: int = 2) -> Path:
+def save(out: Path, step: int, digest: str = "d", keep: int = 2, score: float | None = None) -> Path:
     heads = FAMILIES["medusa"].from_target(llama())
-    return checkpoint.save(out, step, heads, {"rng": torch.get_rng_state()}, {"digest": digest}, keep)
+    state = {"optimizer": {}, "random": [{"cpu": torch.get_rng_state()}]}
+    return checkpoint.save(out, step, heads, state, {"digest": digest, "window": 3, "score": score}, keep)
 
 
 def test_the_newest_complete_one_is_found_by_number(tmp_path: Path) -> None:
@@ -58,41 +55,33 @@ def test_another_run_is_refused_and_untouched(tmp_path: Path) -> None:
     assert folder.is_dir()
 
 
-WRITER = """
-import sys, time
-from pathlib import Path
-import torch
-from headstart.train import checkpoint
-from tests.test_checkpoint import save
-out = Path(sys.argv[1])
-save(out, 1)
-save(out, 2)
-slow = torch.save
-def crawl(*args):
-    slow(*args)
-    Path(out, "writing").touch()
-    time.sleep(60)
-checkpoint.torch.save = crawl
-save(out, 3)
-"""
-
-
-def test_a_kill_in_the_middle_of_a_save_leaves_the_one_before(tmp_path: Path) -> None:
-    """FC-049: signal 9 inside the third save."""
-    root = str(Path(__file__).parent.parent)
-    child = subprocess.Popen(
-        [sys.executable, "-c", WRITER, str(tmp_path)], cwd=root, env=os.environ | {"PYTHONPATH": root}
-    )
-    deadline = time.monotonic() + 120
-    while not (tmp_path / "writing").exists():
-        assert child.poll() is None and time.monotonic() < deadline
-        time.sleep(0.05)
-    child.send_signal(signal.SIGKILL)
-    child.wait()
-    assert any(f.name.startswith(".step-000003") for f in (tmp_path / "checkpoints").iterdir())
+def test_the_best_is_kept_beside_the_newest(tmp_path: Path) -> None:
+    """FC-056: numbers, not names, and a best one early on; of equals the first."""
+    for step in range(1, 13):
+        save(tmp_path, step, score={3: 2.5, 5: 2.5, 7: 1.0}.get(step))
+    assert [f.name for f in checkpoint.complete(tmp_path)] == ["step-000003", "step-000011", "step-000012"]
+    assert checkpoint.best(tmp_path) == (tmp_path / "checkpoints" / "step-000003", 2.5)
+    assert checkpoint.beats_all(2.6, tmp_path) and not checkpoint.beats_all(2.5, tmp_path)
+    assert not checkpoint.beats_all(None, tmp_path)
     found = checkpoint.latest(tmp_path, "d")
-    assert found is not None and found.step == 2
-    assert sorted(f.name for f in (tmp_path / "checkpoints").iterdir()) == ["step-000001", "step-000002"]
-    save(tmp_path, 3)
-    again = checkpoint.latest(tmp_path, "d")
-    assert again is not None and again.step == 3
+    assert found is not None and found.step == 12
+
+
+def test_what_an_evaluation_is_judged_by() -> None:
+    assert checkpoint.score({"tokens_per_pass": 2.0, "validation/chain": 1.0}) == 2.0
+    assert checkpoint.score({"validation/chain": 1.0}) == 1.0
+    assert checkpoint.score({"tokens_per_pass": float("nan")}) is None and checkpoint.score({}) is None
+
+
+def test_batches_a_step_are_told_before_anything_is_loaded(tmp_path: Path) -> None:
+    assert checkpoint.window(tmp_path) is None
+    save(tmp_path, 1)
+    assert checkpoint.window(tmp_path) == 3
+
+
+def test_other_versions_are_refused(tmp_path: Path) -> None:
+    facts = save(tmp_path, 1) / checkpoint.COMPLETE
+    for version in (1, 3):
+        facts.write_text(json.dumps(json.loads(facts.read_text()) | {"version": version}))
+        with pytest.raises(ValueError, match=f"version {version}, this release reads 2"):
+            checkpoint.latest(tmp_path, "d")

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from headstart.scripts import cli
 
-COMMANDS = ["distill", "train", "generate", "bench", "doctor"]
+COMMANDS = ["distill", "inspect", "train", "generate", "bench", "tune", "doctor", "push"]
 
 
 def test_version_names_what_is_installed_without_loading_it() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -25,9 +24,11 @@ from headstart.train import cache as module
 from headstart.train.batches import Stream, collate, epoch_order
 from headstart.train.cache import FeatureCache, row_key
 from headstart.train.features import Features, online
-from headstart.train.loop import Plan, Progress, train
+from headstart.train.loop import train
 from headstart.train.masking import Masked
+from headstart.train.meter import Progress
 from headstart.train.recipe import load_recipe
+from headstart.train.schedule import Plan
 from tests.test_loop import DEFAULTS, broken, weights
 from tests.toys import llama
 
@@ -99,8 +100,9 @@ def test_the_rows_here_meet_in_the_same_micro_batches_every_epoch() -> None:
     assert epoch_order(lengths, 2, 0, 0) != epoch_order(lengths, 2, 0, 2)  # their order differs
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", ["medusa", "eagle3"])
+@pytest.mark.parametrize(
+    ("family", "dtype"), [*((family, torch.float32) for family in FAMILIES), ("eagle3", torch.bfloat16)]
+)
 def test_online_filling_and_filled_train_the_same_to_the_bit(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
     rows, found = some_rows(), []
     for name, folder in (("online", None), ("filling", tmp_path / "f"), ("filled", tmp_path / "f")):
@@ -143,13 +145,36 @@ def test_bytes_are_as_predicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert "0.00 MB of it is computed" in FeatureCache.open(tmp_path, target, []).expect(row.ids for row in rows)
 
 
-def test_what_is_said_before_and_after_the_first_micro_batches(tmp_path: Path) -> None:
-    target, rows, said = llama(), some_rows(8), list[str]()
-    with FeatureCache.open(tmp_path, target, [], say=said.append) as cache:
+def test_the_time_it_takes_is_told_before_it_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By micro-batches of the run itself, which are kept: the estimate costs no forward."""
+    target, rows = llama(), some_rows(8, shortest=10)
+    forwards, at = counted(target), iter(range(100))
+    monkeypatch.setattr("headstart.train.features.monotonic", lambda: next(at))  # a second a micro-batch
+    micro_batches = [collate(rows, [i]) for i in range(8)]
+    with FeatureCache.open(tmp_path, target, []) as cache:
+        features = Features(target, [4], cache=cache)
+        features(micro_batches[0])  # there already
         cache.expect(row.ids for row in rows)
-        for i in range(6):
-            Features(target, [4], cache=cache)(collate(rows, [i]))
-    assert len(said) == 1 and re.fullmatch(r"feature cache: \d+ tokens/s, at most \d+ s of forwards .*", said[0])
+        told = features.foresee(iter(micro_batches))
+        # rows of 11, 12 and 13 tokens were computed, the last two counted; 14 to 17 are ahead
+        assert told == "feature cache: 12 tokens/s, 5 s of forwards ahead for one process"
+        assert len(forwards) == 4
+        for tokens in micro_batches:
+            features(tokens)
+        assert len(forwards) == 8 and cache.missing == 0
+        assert features.foresee(iter(micro_batches)) == ""
+
+
+def test_a_folder_is_made_before_anything_and_the_second_epoch_needs_no_forward(tmp_path: Path) -> None:
+    """FC-019: four rows, two epochs, a folder that is not there; then one that cannot be."""
+    rows, folder = some_rows(4), tmp_path / "new" / "deep" / "folder"
+    assert run(folder, tmp_path / "out", rows)[2] == 2  # two micro-batches, once each
+    (tmp_path / "file").write_text("")
+    target = llama()
+    forwards = counted(target)
+    with pytest.raises(OSError, match=r"cannot write into the feature cache .*file/folder: .*data.cache=null"):
+        FeatureCache.open(tmp_path / "file" / "folder", target, [])
+    assert not forwards
 
 
 def test_two_families_and_another_order_share_one_cache(tmp_path: Path) -> None:
@@ -423,8 +448,9 @@ def test_recipes_take_one_or_the_other(tmp_path: Path) -> None:
     assert cached.digest() == load_recipe(recipe).digest()  # a run may go on with the cache, or without it
 
 
+@pytest.mark.parametrize("packing", [False, True])
 def test_a_recipe_fills_the_cache_and_trains_alike_without_forwards_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], packing: bool
 ) -> None:
     from headstart.train.__main__ import main
     from tests.byte_tokenizer import byte_tokenizer
@@ -437,14 +463,16 @@ def test_a_recipe_fills_the_cache_and_trains_alike_without_forwards_later(
         f"target: {tmp_path / 'toy'}\nout: out\ndata: {{train: [rows.jsonl]}}\n"
         "optim: {epochs: 2, batch_size: 2, precision: fp32}\nevery: {log: 1}\n"
     )
+    packs = ["data.packing=true", "data.max_length=128", "optim.epochs=4"] if packing else []
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     losses = []
     for name, cache in (("online", "null"), ("filling", "features"), ("filled", "features")):
         AcceleratorState._reset_state(reset_partial_state=True)
-        main([str(tmp_path / "r.yaml"), f"out={name}", f"data.cache={cache}", "data.cache_layers=[2]"])
+        main([str(tmp_path / "r.yaml"), f"out={name}", f"data.cache={cache}", "data.cache_layers=[2]", *packs])
         log = [json.loads(line) for line in (tmp_path / name / "log.jsonl").read_text().splitlines()]
         losses.append([line["loss"] for line in log if "loss" in line])
     assert len(losses[0]) == 4 and losses[1] == losses[0] and losses[2] == losses[0]
     said = " ".join(capsys.readouterr().err.split())
     assert "for hidden states [2, 4] in float32" in said and "0.00 MB of it is computed in this run" in said
+    assert ("packing: 4 rows in 2 lines of at most 128 tokens" in said) is packing

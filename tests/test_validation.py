@@ -1,4 +1,5 @@
-"""Guesses on held-out answers, teacher forced, against a count written label by label."""
+"""Evaluation: guesses on held-out answers, teacher forced, against a count written label by label; and prompts decoded
+together, against each alone."""
 
 from __future__ import annotations
 
@@ -10,9 +11,10 @@ import torch
 from headstart.heads import FAMILIES, Tie
 from headstart.train.__main__ import put_aside
 from headstart.train.batches import collate
-from headstart.train.evaluate import validate
+from headstart.train.evaluate import evaluate, validate
 from headstart.train.features import online
 from headstart.train.masking import Masked
+from tests.families import disturbed
 from tests.toys import VOCAB, llama
 
 
@@ -66,3 +68,23 @@ def test_rows_put_aside_are_the_last_and_never_all() -> None:
     assert put_aside(rows(), 0) == (rows(), [])
     with pytest.raises(ValueError, match="validate_rows=5"):
         put_aside(rows(), 5)
+
+
+def test_prompts_decoded_together_show_what_each_shows_alone() -> None:
+    """Prompts of unequal length, one of whose answers ends early."""
+    target, g = llama(), torch.Generator().manual_seed(4)
+    heads = disturbed(FAMILIES["medusa"].from_target(target, num_draft_heads=3), 0.01)
+    prompts = [torch.randint(3, VOCAB, (n,), generator=g) for n in (3, 9, 4, 6, 7, 5)]
+    target.generation_config.eos_token_id = None
+    texts = [target.generate(p[None], max_new_tokens=18, do_sample=False)[0].tolist() for p in prompts]
+    target.generation_config.eos_token_id = texts[1][9 + 5]
+    together = evaluate(target, heads, prompts, max_new_tokens=18, nodes=12)
+    for batch_size in (1, 4):
+        assert together == evaluate(target, heads, prompts, max_new_tokens=18, nodes=12, batch_size=batch_size)
+    for prompt, text, draft in zip(prompts, texts, together.drafts, strict=True):
+        assert draft.prompt == prompt.tolist() and len(draft.guessed) == len(draft.tokens)
+        assert draft.prompt + draft.tokens == text[: len(prompt) + len(draft.tokens)]
+    assert len(together.drafts[1].tokens) <= 6 and max(len(draft.tokens) for draft in together.drafts) == 18
+    guessed = sum(sum(draft.guessed) for draft in together.drafts)
+    assert together.tokens == sum(len(draft.tokens) for draft in together.drafts)
+    assert guessed > 0 and together.tokens_per_pass == pytest.approx(together.tokens / (together.tokens - guessed))

@@ -2,34 +2,38 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from headstart.heads import DraftHeads, family
+from headstart.heads import DraftHeads
 from headstart.heads.adapter import digest
-from headstart.heads.vocab import choose, count_tokens, coverage
+from headstart.heads.tie import vocabulary_fingerprint
 from headstart.infer.embedded import load_target
-from headstart.train.batches import Stream, epoch_order
+from headstart.train.batches import Stream, packed
+from headstart.train.boards import check_boards
 from headstart.train.cache import FeatureCache
-from headstart.train.conversations import load_conversations
 from headstart.train.evaluate import evaluate, validate
-from headstart.train.features import Features
-from headstart.train.joint import Joint, before_and_after, heads_of, join, perplexity, save, start_heads
-from headstart.train.masking import Masked, encode, prompt_ids
+from headstart.train.features import Features, check_packing
+from headstart.train.hub import add_card
+from headstart.train.joint import Joint, before_and_after, heads_of, perplexity, save, start_heads
+from headstart.train.masking import Masked
+from headstart.train.prepare import data_digest, make_heads, make_joint, put_aside, read_data
+from headstart.train.provenance import data_facts, describe, made_by
 from headstart.train.recipe import Recipe, load_recipe
 from headstart.train.tracking import Tracker
 
 if TYPE_CHECKING:
-    from headstart.train.loop import Plan
+    from headstart.train.schedule import Plan
 
 QUALITY_ROWS = 32  # rows on which the perplexity of a target that learns is measured
 
@@ -42,110 +46,85 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not args or args[0] in ("-h", "--help"):
         print("usage: python -m headstart.train RECIPE.yaml [section.key=value ...]")
         return 0 if args else 2
-    run(load_recipe(args[0], args[1:]))
+    recipe = load_recipe(args[0], args[1:])
+    run(recipe, again=to_go_on(args if recipe.resume else [*args, "resume=true"]))
     return 0
 
 
-def run(recipe: Recipe) -> Path:
-    """From a recipe to a heads folder. Returns the folder."""
-    from accelerate import Accelerator
+def to_go_on(args: Sequence[str]) -> str:
+    """The command with which a run goes on, from the arguments it was started with."""
+    world, arguments = int(os.environ.get("WORLD_SIZE", "1")), shlex.join(args)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return f"accelerate launch (as before) -m headstart.train {arguments}"
+    return f"headstart train {f'--num-processes {world} ' if world > 1 else ''}{arguments}"
+
+
+def run(recipe: Recipe, again: str = "the same command") -> Path:
+    """From a recipe to a heads folder, which is returned; where a signal ended it, to a checkpoint and a word on what
+    to do ``again``."""
     from transformers.utils import logging as transformers_logging
 
+    from headstart.train.engine import open_accelerator
+    from headstart.train.stop import Stopped
+
+    check_boards(recipe)
     transformers_logging.disable_progress_bar()  # of small files; ours stays
-    accelerator = Accelerator(
-        gradient_accumulation_steps=recipe.optim.accumulation,
-        mixed_precision="bf16" if recipe.optim.precision == "bf16" else "no",
-    )
-    refuse_lonely_ranks(accelerator.num_processes)
-    torch.manual_seed(recipe.seed)
+    accelerator = open_accelerator(recipe.optim.precision)
+    torch.manual_seed(recipe.seed + accelerator.process_index)  # dropout; whatever is made of it has the recipe's own
     start = start_heads(recipe.joint.heads) if recipe.joint else None  # may be missing, which loading need not wait for
     out = Path(recipe.out)
     out.mkdir(parents=True, exist_ok=True)
 
-    target, tokenizer = load_target(recipe.target, dtype=DTYPES[recipe.dtype])
+    if recipe.device_map and accelerator.num_processes > 1:
+        raise ValueError(
+            f"device_map={recipe.device_map} spreads the target over all devices, and {accelerator.num_processes} "
+            "processes would each do so: use one process, or device_map=null"
+        )
+    target, tokenizer = load_target(recipe.target, dtype=DTYPES[recipe.dtype], device_map=recipe.device_map)
     target.requires_grad_(False).eval()
-    if accelerator.device.type != "cpu":
+    if getattr(target, "hf_device_map", None) is None:  # spread out, or quantised, it is where it belongs
         target.to(accelerator.device)
-    with Tracker(recipe, out, main=accelerator.is_main_process) as tracker:
+    with Tracker(recipe, out, tokenizer, main=accelerator.is_main_process) as tracker:
         rows, prompts = read_data(recipe, target, tokenizer, tracker)
+        tracker.facts(provenance={"made_by": made_by(), "data": data_facts(recipe, rows)})
         if start is None:
-            trained = train_heads(
-                recipe, accelerator, target, make_heads(recipe, target, rows, tracker), rows, prompts, tracker
-            )
+            model: DraftHeads | Joint = make_heads(recipe, target, rows, tracker)
         else:
-            joint = make_joint(recipe, target, start, tracker)
-            trained = train_heads(recipe, accelerator, joint.target, joint, rows, prompts, tracker)
-        if accelerator.is_main_process:
-            save(trained, out)
-            tracker.say(f"heads are in {out / 'heads'}")
-            if isinstance(trained, Joint):
-                tell_change(recipe, trained, rows, tracker)
+            model = make_joint(recipe, target, start, tracker)
+            target = model.target
+        heads_of(model).config.target_tokenizer = vocabulary_fingerprint(tokenizer.get_vocab())
+        try:
+            trained = train_heads(recipe, accelerator, target, model, rows, prompts, tracker)
+        except Stopped as stopped:
+            tracker.say(f"{stopped}. Go on with:\n  {again}")
+        else:
+            finish(recipe, trained, rows, tracker, main=accelerator.is_main_process)
+            if accelerator.is_main_process:
+                counts = {"prompts": len(prompts), "processes": accelerator.num_processes}
+                describe(out / "heads", recipe, target, tokenizer, rows, device=accelerator.device, **counts)
+                add_card(out / "heads")
+                tracker.heads(out)
     accelerator.wait_for_everyone()
     accelerator.end_training()
     return out / "heads"
 
 
-def read_data(recipe: Recipe, target: Any, tokenizer: Any, tracker: Tracker) -> tuple[list[Masked], list[Tensor]]:
-    """Training rows with their masks, and held-out prompts as ids [P] each."""
-    conversations, report = load_conversations(recipe.data.train)
-    tracker.say(f"training conversations: {report}")
-    limit = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    rows, report = encode(
-        conversations,
-        tokenizer,
-        max_length=recipe.data.max_length,
-        position_limit=limit,
-        train_on=recipe.data.train_on,
-    )
-    supervised = sum(sum(row.supervised) for row in rows)
-    tracker.say(f"training rows: {report}; {sum(len(r.ids) for r in rows)} tokens, {supervised} of them supervised")
-    prompts: list[Tensor] = []
-    if recipe.data.heldout:
-        held, report = load_conversations(recipe.data.heldout, trainable=False)
-        tracker.say(f"held-out prompts: {report}")
-        first = [[m["role"] for m in c.messages].index("user") + 1 for c in held]  # a system turn may stand before it
-        prompts = [torch.tensor(prompt_ids(c.messages[:n], tokenizer)) for c, n in zip(held, first, strict=True)]
-    return rows, prompts
+def finish(
+    recipe: Recipe, trained: DraftHeads | Joint, rows: Sequence[Masked], tracker: Tracker, *, main: bool
+) -> None:
+    """What a run leaves behind, written by the ``main`` process."""
+    from headstart.train.checkpoint import best, complete
 
-
-def make_heads(recipe: Recipe, target: Any, rows: Sequence[Masked], tracker: Tracker) -> DraftHeads:
-    """Fresh heads of the recipe's family, with a draft vocabulary counted on the training answers."""
-    options = recipe.heads.model_dump(exclude={"family", "draft_vocab_size"}, exclude_none=True)
-    chosen = None
-    if recipe.heads.draft_vocab_size is not None:
-        counts = count_tokens(rows, target.config.get_text_config(decoder=True).vocab_size)
-        ends = target.generation_config.eos_token_id
-        always = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
-        chosen = choose(counts, recipe.heads.draft_vocab_size, always)
-        share = coverage(counts, chosen)
-        tracker.say(f"draft vocabulary: {chosen.numel()} of {counts.numel()} tokens, {share:.1%} of the answers")
-    heads = family(recipe.heads.family).from_target(target, draft_ids=chosen, seed=recipe.seed, **options)
-    heads.config.target_name = Path(recipe.target).name if Path(recipe.target).exists() else recipe.target
-    parameters = sum(p.numel() for p in heads.parameters())
-    reads = f"they read hidden states {heads.config.features}"
-    tracker.say(f"{recipe.heads.family} heads: {parameters / 1e6:.2f} M trainable parameters, target frozen; {reads}")
-    return heads
-
-
-def make_joint(recipe: Recipe, target: Any, start: DraftHeads, tracker: Tracker) -> Joint:
-    """The heads of an earlier run and ``target`` with a fresh LoRA, in one module."""
-    part = recipe.joint
-    assert part is not None
-    joint = join(
-        target,
-        start,
-        rank=part.rank,
-        alpha=part.alpha,
-        dropout=part.dropout,
-        modules=part.modules,
-        seed=recipe.seed,
-    )
-    counts = [sum(p.numel() for p in ps) / 1e6 for ps in (start.parameters(), joint.adapter_parameters())]
-    tracker.say(
-        f"{start.config.family} heads of {part.heads}: {counts[0]:.2f} M trainable parameters, and a LoRA of rank "
-        f"{part.rank} on the target: {counts[1]:.2f} M"
-    )
-    return joint
+    if not main:
+        return
+    out = Path(recipe.out)
+    save(trained, out)
+    tracker.say(f"heads are in {out / 'heads'}")
+    top = best(out)
+    if top is not None and top[0] != complete(out)[-1]:
+        tracker.say(f"those of {top[0].name} did better ({top[1]:.3f} tokens per pass): {top[0] / 'heads'}")
+    if isinstance(trained, Joint):
+        tell_change(recipe, trained, rows, tracker)
 
 
 def tell_change(recipe: Recipe, joint: Joint, rows: Sequence[Masked], tracker: Tracker) -> None:
@@ -171,27 +150,31 @@ def train_heads(
     tracker: Tracker,
 ) -> DraftHeads | Joint:
     """The recipe taken apart into plain arguments of the loop."""
+    from headstart.train.checkpoint import window
     from headstart.train.loop import train
 
-    optim = recipe.optim
+    optim, world = recipe.optim, accelerator.num_processes
     rows, aside = put_aside(rows, recipe.data.validate_rows)
-    stream = Stream(rows, optim.batch_size, recipe.seed)
-    steps = stream.steps(optim.epochs, optim.accumulation * accelerator.num_processes)
-    plan = plan_of(recipe, steps, heads_of(heads).trained_depths)
+    stream = make_stream(recipe, target, rows, tracker)
+    # a run that goes on with another number of processes keeps its batches a step, and with them its curve
+    batches = window(Path(recipe.out)) or optim.accumulation * world
+    plan = plan_of(recipe, stream.steps(optim.epochs, batches), heads_of(heads).trained_depths)
+    plan = replace(plan, window=batches, accumulation=-(-batches // world))
     tracker.begin(plan.steps)
 
     def measure(trained: DraftHeads) -> dict[str, float]:
-        options = recipe.evaluate
+        options, began = recipe.evaluate, monotonic()
         values: dict[str, float] = {}
         if prompts:
             found = evaluate(target, trained, prompts, max_new_tokens=options.max_new_tokens, nodes=options.nodes)
             values |= found.numbers()
+            tracker.wrote(found.drafts)
         if isinstance(heads, Joint):
             values["target_perplexity"] = perplexity(target, aside or rows[:QUALITY_ROWS])
-        return values | (validate(target, trained, aside).numbers() if aside else {})
+        values |= validate(target, trained, aside).numbers() if aside else {}
+        return values | {"evaluation_seconds": monotonic() - began}
 
-    seen = plan.steps * plan.accumulation * accelerator.num_processes
-    with cached_features(recipe, target, heads_of(heads), stream, seen, tracker) as cached:
+    with cached_features(recipe, target, heads_of(heads), stream, plan.steps * batches, tracker) as cached:
         return train(
             accelerator,
             target,
@@ -206,6 +189,21 @@ def train_heads(
             resume=recipe.resume,
             cached=cached,
         )
+
+
+def make_stream(recipe: Recipe, target: Any, rows: Sequence[Masked], tracker: Tracker) -> Stream:
+    """The rows in the order of the run, packed where the recipe says so."""
+    data, optim = recipe.data, recipe.optim
+    if not data.packing:
+        return Stream(rows, optim.batch_size, recipe.seed)
+    for note in check_packing(target, data.max_length):
+        tracker.say(note)
+    stream = Stream(rows, optim.batch_size, recipe.seed, data.max_length)
+    share = sum(len(row.ids) for row in rows) / (len(stream.lines) * data.max_length)
+    tracker.say(
+        f"packing: {len(rows)} rows in {len(stream.lines)} lines of at most {data.max_length} tokens, {share:.1%} full"
+    )
+    return stream
 
 
 @contextmanager
@@ -223,14 +221,17 @@ def cached_features(
         return
     layers = {*wants, *(data.cache_layers or ())}
     with FeatureCache.open(Path(data.cache), target, layers, DTYPES[data.cache_dtype], tracker.say) as cache:
-        first = epoch_order(stream.lengths, stream.batch_size, stream.seed, 0)[:micro_batches]
-        tracker.say(cache.expect(stream.rows[i].ids for batch in first for i in batch))
-        yield Features(target, wants, cache=cache)
+        first = stream.epoch(0)[:micro_batches]
+        tracker.say(cache.expect(stream.rows[i].ids for lines in first for line in lines for i in line))
+        features = Features(target, wants, cache=cache)
+        if ahead := features.foresee(packed(stream.rows, lines) for lines in first):
+            tracker.say(ahead)
+        yield features
 
 
 def plan_of(recipe: Recipe, steps: int, depths: int) -> Plan:
     """The numbers of the loop; ``steps`` as many as the data has, ``depths`` that the heads are trained on."""
-    from headstart.train.loop import Plan
+    from headstart.train.schedule import Plan
 
     optim, every, part = recipe.optim, recipe.every, recipe.joint
     learns: dict[str, Any] = {} if part is None else {"scale": part.scale, "rise": part.schedule, "adapter_lr": part.lr}
@@ -253,33 +254,10 @@ def plan_of(recipe: Recipe, steps: int, depths: int) -> Plan:
         keep=every.keep,
         fit_batches=optim.fit_batches,
         remember=recipe.data.remember,
+        recompute=optim.recompute,
+        backend="inductor" if optim.compile else "",
         **learns,
     )
-
-
-def put_aside(rows: Sequence[Masked], count: int) -> tuple[Sequence[Masked], Sequence[Masked]]:
-    """Rows to train on, and the last ``count`` to validate on. Raises ValueError where none would be left."""
-    if count >= len(rows):
-        raise ValueError(f"data.validate_rows={count} leaves nothing of {len(rows)} rows to train on: put fewer aside")
-    return (rows[: len(rows) - count], rows[len(rows) - count :]) if count else (rows, [])
-
-
-def data_digest(rows: Sequence[Masked]) -> str:
-    """Names the training set: two runs with the same one may continue each other."""
-    digest = hashlib.sha256()
-    for row in rows:
-        digest.update(json.dumps([row.ids, [int(s) for s in row.supervised]]).encode())
-    return digest.hexdigest()[:16]
-
-
-def refuse_lonely_ranks(processes: int) -> None:
-    """Raises ValueError where the launcher started ranks that do not know of each other."""
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    if world != processes:
-        raise ValueError(
-            f"the launcher started {world} processes, accelerate sees {processes}: each would train alone. On CPU use "
-            "ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes N -m headstart.train ..."
-        )
 
 
 if __name__ == "__main__":

@@ -38,7 +38,6 @@ logger = logging.getLogger(__name__)
 FORMAT = 1
 SHARD_BYTES = 256 << 20  # a shard is written when this much has come together, and at the end
 MARGIN = 512 << 20  # bytes that must stay free on the disk when the cache is full
-PACE = 4  # computed micro-batches after which the time left is told; the first is not counted
 MANIFEST, LOCK, SHARD = "cache.json", ".lock", "features-"
 Say = Callable[[str], None]
 
@@ -54,15 +53,14 @@ class Row(NamedTuple):
 class FeatureCache:
     """Opened with ``open``; a context manager, since what is not yet a shard is written at the end."""
 
-    def __init__(self, folder: Path, layers: Sequence[int], dtype: torch.dtype, hidden: int, say: Say) -> None:
-        self.folder, self.layers, self.dtype, self._say = folder, list(layers), dtype, say
+    def __init__(self, folder: Path, layers: Sequence[int], dtype: torch.dtype, hidden: int) -> None:
+        self.folder, self.layers, self.dtype = folder, list(layers), dtype
         self.bytes_per_token = len(self.layers) * hidden * dtype.itemsize
         self._index: dict[str, tuple[str, int, int, bool]] = {}  # key -> shard, start, tokens, bad
         self._buffer: dict[str, tuple[Tensor, bool]] = {}  # key -> [t, L, Ht], bad
         self._checksums: dict[str, int | None] = {}  # of every shard seen; None = it was damaged
         self._mapped: dict[str, Any] = {}
-        self._looked, self._missing = -1, 0
-        self._pace: list[tuple[int, float]] = []
+        self._looked, self.missing = -1, 0  # tokens that ``expect`` did not find, less what came since
 
     @classmethod
     def open(
@@ -71,7 +69,8 @@ class FeatureCache:
         """The cache in ``folder``, made if it is not there. ``layers`` are hidden_states indices; the last hidden state
         is always kept. ``dtype`` None keeps what the target computes in, so that cached features are the online ones.
 
-        Raises ValueError where the folder holds a cache of another target, another dtype or without these layers.
+        Raises ValueError where the folder holds a cache of another target, another dtype or without these layers, and
+        OSError where nothing can be written there.
         """
         tie = Tie.of(target)
         final = target.config.get_text_config(decoder=True).num_hidden_layers
@@ -81,7 +80,14 @@ class FeatureCache:
         computed, stored = _name(target.dtype), _name(dtype or target.dtype)
         facts = {"format": FORMAT, "output_matrix": fingerprint(tie), "weights": weights_digest(target)}
         facts |= {"target_dtype": computed, "kept_dtype": stored}
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / LOCK).touch()
+        except OSError as error:
+            raise OSError(
+                f"cannot write into the feature cache {folder}: {error}. Give another data.cache=FOLDER, or "
+                "data.cache=null to train online"
+            ) from error
         with FileLock(folder / LOCK):
             if (folder / MANIFEST).exists():
                 kept = _agreed(folder, facts, wanted)
@@ -92,7 +98,7 @@ class FeatureCache:
                 sync(folder)
         if stored != computed:
             say(f"features are kept in {stored}, the target computes in {computed}: online differs by rounding")
-        cache = cls(folder, kept, getattr(torch, stored), tie.weight.shape[1], say)
+        cache = cls(folder, kept, getattr(torch, stored), tie.weight.shape[1])
         cache._scan()
         return cache
 
@@ -109,11 +115,11 @@ class FeatureCache:
         """What a run over ``rows`` (token ids) needs, in a line. Raises ValueError where the disk is too small."""
         lengths = {row_key(ids): len(ids) for ids in rows}
         tokens = sum(lengths.values())
-        self._missing = sum(n for key, n in lengths.items() if key not in self)
-        need, free = self._missing * self.bytes_per_token, shutil.disk_usage(self.folder).free
+        self.missing = sum(n for key, n in lengths.items() if key not in self)
+        need, free = self.missing * self.bytes_per_token, shutil.disk_usage(self.folder).free
         if need and need + MARGIN > free:
             raise ValueError(
-                f"the feature cache {self.folder} still needs {_size(need)} for {self._missing} tokens "
+                f"the feature cache {self.folder} still needs {_size(need)} for {self.missing} tokens "
                 f"({self.bytes_per_token} bytes each) and {_size(MARGIN)} to spare; it has {_size(free)} free. Take "
                 "another disk, fewer data.cache_layers, data.cache_dtype=bfloat16, or data.cache=null to train online"
             )
@@ -137,8 +143,8 @@ class FeatureCache:
             found.append(row)
         return found
 
-    def add(self, keys: Sequence[str], rows: Sequence[Tensor], bad: Sequence[bool], seconds: float = 0.0) -> None:
-        """Takes the rows [t, L, Ht] that are not known yet, L in the order of ``layers``; ``seconds`` computing took.
+    def add(self, keys: Sequence[str], rows: Sequence[Tensor], bad: Sequence[bool]) -> None:
+        """Takes the rows [t, L, Ht] that are not known yet, L in the order of ``layers``.
 
         Rows that are ``bad``, or not finite in any kept layer, are kept as zeros and never supervised.
         """
@@ -147,8 +153,7 @@ class FeatureCache:
                 states = row.detach().to("cpu", self.dtype)
                 broken = broken or not bool(torch.isfinite(states).all())
                 self._buffer[key] = (torch.zeros_like(states) if broken else states, broken)
-                self._missing -= len(states)
-        self._tell_pace(sum(len(row) for row in rows), seconds)
+                self.missing -= len(states)
         if sum(len(states) for states, _ in self._buffer.values()) * self.bytes_per_token >= SHARD_BYTES:
             self.flush()
 
@@ -228,14 +233,6 @@ class FeatureCache:
         logger.warning("the feature shard %s is damaged (%s) and removed: %s computed again", shard, why, told)
         for path in (shard.with_suffix(".json"), shard):
             path.unlink(missing_ok=True)
-
-    def _tell_pace(self, tokens: int, seconds: float) -> None:
-        self._pace.append((tokens, seconds))
-        if len(self._pace) == PACE and self._missing > 0 and (spent := sum(s for _, s in self._pace[1:])):
-            rate = sum(n for n, _ in self._pace[1:]) / spent
-            left = self._missing / rate
-            told = f"{left / 60:.0f} min" if left >= 120 else f"{left:.0f} s"
-            self._say(f"feature cache: {rate:.0f} tokens/s, at most {told} of forwards are left for this process")
 
 
 def row_key(ids: Sequence[int]) -> str:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from headstart.heads import DraftHeads, Tie
 from headstart.heads.base import predictions
+from headstart.heads.tie import tokenizer_notes
 from headstart.heads.vocab import check_draft_ids, count_tokens, coverage
 from headstart.infer import checks
 from headstart.infer.draft_heads import HeadsSource
@@ -88,7 +89,7 @@ def examine(
     was_training = heads.training
     heads.train(False)
     try:
-        found = [check_heads(target, heads)]
+        found = [check_heads(target, heads, tokenizer)]
         if found[-1].ok:
             found.append(check_frozen(target, heads))
         if not found[-1].ok:
@@ -111,8 +112,8 @@ def examine(
         heads.train(was_training)
 
 
-def check_heads(target: Any, heads: DraftHeads) -> Check:
-    """Format, tensors, draft vocabulary and sizes; other weights of the same sizes are a warning."""
+def check_heads(target: Any, heads: DraftHeads, tokenizer: Any) -> Check:
+    """Format, tensors, draft vocabulary and sizes; other weights of the same sizes and other tokens are warnings."""
     tensors = heads.state_dict()
     broken = [name for name, x in tensors.items() if x.is_floating_point() and not torch.isfinite(x).all()]
     if broken:
@@ -121,7 +122,7 @@ def check_heads(target: Any, heads: DraftHeads) -> Check:
         heads.config.check_format()
         if heads.draft_ids is not None:
             check_draft_ids(heads.draft_ids, heads.config.target_vocab_size)
-        warnings = HeadsSource(heads).check(target)
+        warnings = HeadsSource(heads).check(target) + tokenizer_notes(heads.config.target_tokenizer, tokenizer)
     except ValueError as error:
         return Check("heads", False, str(error))
     facts = f"{heads.config.family}, format {heads.config.format_version}, {len(tensors)} tensors finite, sizes fit"

@@ -26,7 +26,7 @@ from headstart.heads.adapter import digest, lora_tensors
 from headstart.heads.base import CHUNK_ELEMENTS, predictions
 from headstart.heads.losses import forward_kl
 from headstart.train.batches import Tokens, collate
-from headstart.train.features import Features, Online, online
+from headstart.train.features import Features, Online, holds_several, kept_apart, online
 from headstart.train.masking import Masked
 
 RISES: dict[str, Callable[[float], float]] = {
@@ -105,7 +105,7 @@ class Joint(nn.Module):
         wants = sorted({*(self.heads.config.features or ()), _depth(model)})
         out = model(
             input_ids=batch.tokens,
-            attention_mask=real.long(),
+            **kept_apart(model, batch.document, holds_several(batch.document)),
             output_hidden_states=wants,
             use_cache=False,
             return_dict=True,

@@ -42,13 +42,15 @@ class HeadsPart(Part):
     norm_before_residual: bool | None = None
     """EAGLE-3: the residual goes on from the fused feature after its norm."""
     residual_last: bool | None = None
-    """EAGLE-3: start in the target's output space; engines cannot load such heads."""
+    """EAGLE-3: start in the target's output space; of the engines, vLLM alone loads such heads (with ``fc_norm``)."""
     step_path: bool | None = None
-    """EAGLE-3: a matrix beside the attention into the residual; engines cannot load such heads."""
+    """EAGLE-3: a matrix beside the attention into the residual; of the engines, vLLM alone loads such heads."""
     prefix_attention: bool | None = None
     """Hydra++: a decoder layer over the prefix before the heads."""
     dropout: float | None = Field(default=None, ge=0, lt=1)
     """Hydra++: dropout in its blocks."""
+    feature_noise: float | None = Field(default=None, ge=0)
+    """EAGLE-1: noise on the features in training, published with 0.2."""
     draft_vocab_size: int | None = Field(default=None, ge=1)
     """Most frequent tokens of the training answers that the heads can say; null = all, through the target's output."""
 
@@ -64,6 +66,10 @@ class DataPart(Part):
     """Training rows put aside, the last ones: their answers are guessed at every evaluation, and never trained on."""
     max_length: int = Field(default=512, ge=8)
     """Tokens a row; longer ones are cut and counted."""
+    packing: bool = False
+    """Several conversations in a line of ``max_length`` tokens, apart from each other, in place of padding."""
+    licenses: dict[str, str] = {}
+    """Licences of the training data by file name, for the model card."""
     remember: bool = False
     """Keep the target's features in memory: later epochs need no forward of the target."""
     cache: str | None = None
@@ -106,6 +112,10 @@ class OptimPart(Part):
     vocabulary)."""
     precision: Literal["fp32", "bf16"] = "bf16"
     """Of the heads' matmuls; weights, losses and optimizer stay float32."""
+    recompute: bool = False
+    """Activation checkpointing: the heads' activations are made again in backward, less memory for more time."""
+    compile: bool = False
+    """torch.compile of the heads' loss."""
 
 
 class LossPart(Part):
@@ -161,10 +171,11 @@ class EveryPart(Part):
     """Intervals, all in optimizer steps; 0 = only at the end."""
 
     log: int = Field(default=10, ge=1)
-    evaluate: int = Field(default=100, ge=0)
+    evaluate: int = Field(default=500, ge=0)
+    """Eight prompts of 64 tokens cost as much as 20 small steps (the log tells the share): 4% of the time at 500."""
     save: int = Field(default=200, ge=0)
     keep: int = Field(default=2, ge=1)
-    """Checkpoints kept."""
+    """Checkpoints kept, beside the one with the best evaluation."""
 
 
 class EvaluatePart(Part):
@@ -176,7 +187,7 @@ class EvaluatePart(Part):
 
 
 class WandbPart(Part):
-    """Tracking on Weights & Biases, when asked for."""
+    """Tracking on Weights & Biases, when asked for; a run that goes on is the same run there."""
 
     project: str
     name: str | None = None
@@ -190,6 +201,8 @@ class Recipe(Part):
     """``smollm2``, a folder, or a Hub id."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Of the frozen target."""
+    device_map: str | None = None
+    """Spreads the target over the devices of a single process, as in transformers ("auto"); null = whole on each."""
     out: str
     """Folder of the run: heads, checkpoints, log.jsonl."""
     seed: int = 0
@@ -203,6 +216,8 @@ class Recipe(Part):
     every: EveryPart = EveryPart()
     evaluate: EvaluatePart = EvaluatePart()
     wandb: WandbPart | None = None
+    tensorboard: bool = False
+    """Numbers and drafts for TensorBoard, in ``out/tensorboard``."""
 
     @model_validator(mode="after")
     def _heldout_is_not_trained_on(self) -> Recipe:
@@ -226,9 +241,11 @@ class Recipe(Part):
     def digest(self) -> str:
         """What must stay the same for a run to go on. Left out: where, how often, and the paths of the data and of the
         heads that joint training begins with, whose contents the run compares itself."""
-        left: dict[str, Any] = dict.fromkeys(("out", "resume", "every", "wandb", "evaluate"), True)
-        paths = {"data": {"train", "heldout", "cache", "cache_layers"}, "joint": {"heads"} if self.joint else True}
-        same = self.model_dump(exclude=left | paths)
+        left: dict[str, Any] = dict.fromkeys(("out", "resume", "every", "wandb", "tensorboard", "evaluate"), True)
+        data = {"train", "heldout", "licenses", "cache", "cache_layers"}
+        paths = {"data": data, "joint": {"heads"} if self.joint else True}
+        how = {"optim": {"recompute", "compile"}}
+        same = self.model_dump(exclude=left | paths | how)
         return hashlib.sha256(yaml.safe_dump(same, sort_keys=True).encode()).hexdigest()[:16]
 
 
