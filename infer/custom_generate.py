@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from headstart.heads import DraftHeads, Tie
+from headstart.infer.costs import plan_in
 from headstart.infer.speculator import Speculator, heads_for
 from headstart.infer.target import compute_dtype
 
-OPTIONS = ("nodes", "depth", "rule", "walk", "compile", "width", "branch", "siblings", "shape")
+OPTIONS = ("nodes", "depth", "rule", "plan", "walk", "compile", "width", "branch", "siblings", "shape")
 """Keywords of ``Speculator`` that may stand among those of ``generate``."""
 HUB = ("token", "cache_dir", "local_files_only")
 """Keywords that transformers has already used to find the code; the heads are found with them too."""
@@ -41,6 +42,8 @@ def run(model: Any, repo: str | None, file: str, *, heads: str | None = None, **
     source, revision = (heads, asked) if heads is not None else home(repo, file)
     options = {name: arguments.pop(name) for name in OPTIONS if name in arguments}
     also = arguments.pop("also", ())
+    if options.get("plan") == "adaptive":
+        options["plan"] = plan_in(source, revision, where["token"]) or "adaptive"
     loaded = _heads(model, source, revision, where)
     return Speculator(model, [*also, loaded] if also else loaded, **options).generate(**arguments)
 

@@ -57,6 +57,7 @@ def bench(
     seed: Annotated[int, typer.Option(callback=ZERO, help="Set anew before every call.")] = 0,
     nodes: Annotated[int, typer.Option(callback=ONE, help="Tree nodes a pass verifies, root included.")] = 16,
     depth: Annotated[int | None, typer.Option(callback=ZERO, help="Guesses on the longest path; default: all.")] = None,
+    chain: Annotated[bool, typer.Option("--chain", help="One guess a depth from --heads, as engines draft.")] = False,
     rule: Annotated[str, typer.Option(help="How guesses are accepted when sampling.")] = "match",
     plan: Annotated[Names, typer.Option(help="fixed or adaptive: what a step may spend on guesses; repeat.")] = None,
     batch_size: Annotated[int, typer.Option(callback=ONE, help="Prompts decoded at once.")] = 1,
@@ -90,12 +91,13 @@ def bench(
     model, tokenizer, draft = load_models(target, draft_model, dtype, device)
     contestants = stock(model, lookup="prompt-lookup" in (baseline or []), assistant=draft and draft.model)
     speculate = partial(Speculator, model, nodes=nodes, depth=depth, rule=rule)
-    contestants += speculators(speculate, model, loaded, draft, drafter, plans)
+    contestants += speculators(speculate, model, loaded, draft, drafter, plans, chain)
     prompts = spread(tokenised(rows, model, tokenizer, raw, new), limit)
     lengths = _fitting(model, lengths, nodes)
     work = _jobs(model, tokenizer, batches(prompts, batch_size), prompts, temperatures, new, lengths)
     asked: dict[str, Any] = {"suite": suite, "target": target, "draft_model": draft_model, "prompts": len(prompts)}
-    asked |= {"nodes": nodes, "depth": depth, "rule": rule, "plan": ", ".join(plans), "batch_size": batch_size}
+    asked |= {"nodes": nodes, "depth": depth, "chain": chain or None, "rule": rule, "plan": ", ".join(plans)}
+    asked |= {"batch_size": batch_size}
     asked |= {"max_new_tokens": new, "seed": seed, "first_token": " ".join(map(str, lengths)) or None}
     protocol = _protocol(model, asked, loaded, prompts, temperatures)
     typer.echo("; ".join(f"{key} {value}" for key, value in protocol.items() if value is not None))

@@ -66,20 +66,23 @@ def load_models(target: str, draft_model: str | None, dtype: str, device: str | 
 
 
 def speculators(
-    speculate: Any, model: Any, heads: list[Any], draft: Any, drafter: Names, plans: list[str]
+    speculate: Any, model: Any, heads: list[Any], draft: Any, drafter: Names, plans: list[str], chain: bool
 ) -> "list[Contestant]":
     """Each of ``heads``, (folder, heads) pairs, the draft model, and the named drafters and merges, under every plan;
-    names differ."""
+    names differ. ``chain``: one guess a depth from heads on their own."""
     import torch
 
     from headstart.heads import Tie
     from headstart.infer.bench import Contestant
+    from headstart.infer.draft_heads import HeadsSource
 
     sources: list[tuple[str, Any]] = []
     for folder, loaded in heads:
         torch.nn.Module.to(loaded, device=Tie.of(model).weight.device, dtype=model.dtype)
         family = loaded.config.family
-        sources.append((f"{family} {Path(folder).name}" if len(heads) > 1 else family, loaded))
+        place = Path(folder).parent if Path(folder).name == HEADS else Path(folder)  # out/mine/heads is called mine
+        source = HeadsSource(loaded, width=1, branch=1, siblings=0) if chain else loaded
+        sources.append((f"{family} {place.name}" if len(heads) > 1 else family, source))
     if draft is not None:
         sources.append((DRAFT, draft))
     known = ({HEADS: heads[-1][1]} if heads else {}) | {DRAFT: draft}

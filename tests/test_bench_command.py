@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints, is_typeddict
 
 import pytest
+import torch
 from torch import Tensor
 from typer.testing import CliRunner
 
@@ -20,6 +22,7 @@ from headstart.infer.figures import ALL, PLAIN, Saved
 from headstart.infer.report import Report
 from headstart.infer.speculator import DRAFTERS, Speculator
 from headstart.scripts.cli import app
+from headstart.scripts.contestants import speculators
 from tests.byte_tokenizer import byte_tokenizer
 from tests.drafters import ScriptedSource, adversary
 from tests.test_bench import says
@@ -151,6 +154,23 @@ def test_the_file_has_its_documented_schema(folder: Path) -> None:
         conforms(found, Saved)
 
 
+def test_a_chain_is_one_guess_a_depth(folder: Path) -> None:
+    """And heads are called by the folder of their run; the protocol tells chains from trees."""
+    saved = folder / "chain.json"
+    code, _, err = call(folder, "--heads", str(folder / "heads"), "--chain", "--save", str(saved), "--no-plots")
+    assert code == 0, err
+    assert json.loads(saved.read_text())["protocol"]["chain"] is True
+    target = llama(eos_token_id=None)
+    heads = [(f"out/{name}/heads", FAMILIES["medusa"].from_target(target)) for name in ("one", "two")]
+    for chained, nodes in ((True, 5), (False, 16)):  # four heads
+        made = speculators(partial(Speculator, target, nodes=16), target, heads, None, None, ["fixed"], chained)
+        assert [contestant.name for contestant in made] == ["medusa one", "medusa two"]
+        made[0].call(torch.tensor([[5, 6, 7]]), max_new_tokens=20, do_sample=False)
+        assert made[0].fast is not None
+        report = made[0].fast.report
+        assert report.nodes <= nodes * report.passes and report.nodes > (nodes - 4) * report.passes
+
+
 def test_the_page_has_a_row_a_source_with_what_it_costs(folder: Path) -> None:
     saved = folder / "page.json"
     code, _, err = call(folder, "--heads", str(folder / "heads"), "--save", str(saved), "--no-plots")
@@ -218,7 +238,7 @@ def test_two_heads_have_two_names(folder: Path) -> None:
     heads = str(folder / "heads")
     code, out, err = call(folder, "--heads", heads, "--heads", heads, "--limit", "1")
     assert code == 0, err
-    assert "medusa heads #2" in out
+    assert f"medusa {folder.name} #2" in out
 
 
 def test_a_wrong_text_ends_in_an_error_after_the_file_is_written(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,9 @@ import pytest
 import torch
 
 from headstart.heads import FAMILIES, load_heads
-from headstart.infer import custom_generate
+from headstart.infer import custom_generate, speculator
+from headstart.infer.costs import keep
+from headstart.infer.plan import Costs, Curve, Draft, Plan
 from headstart.train import hub as heads_hub
 from tests.hub_server import OWNER, Hub
 from tests.toys import llama
@@ -183,6 +185,18 @@ def test_every_argument_of_generate_arrives(tmp_path: Path) -> None:
     )  # fmt: skip
     assert found.tolist() == expected.tolist()
     assert ears.heard == found[0].tolist() and ears.ended
+
+
+def test_a_plan_that_came_with_the_heads_is_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """plan="adaptive" takes the costs of the folder's plan.json."""
+    target, given = llama().double(), []
+    FAMILIES["medusa"].from_target(target).save_pretrained(tmp_path)
+    costs = Costs((1, 64), (Curve(1, 128, (1.0, 2.0)),), (Draft(1, (0.0, 0.1, 0.2, 0.3, 0.4)),), 0.0)
+    keep(Plan({"target": "another"}, costs), tmp_path / "plan.json")
+    monkeypatch.setattr(speculator, "plan_for", lambda fast, plan: given.append(plan))
+    found = custom_generate.run(target, None, "", heads=str(tmp_path), inputs=PROMPT, plan="adaptive", **GREEDY)
+    assert found.tolist() == target.generate(PROMPT, **GREEDY).tolist()
+    assert [plan.key for plan in given] == [{"target": "another"}]
 
 
 def test_heads_are_read_once_for_a_target_and_go_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,7 @@ from headstart.train.joint import Joint
 from headstart.train.launch import common
 from tests.test_loop import micro_rows, toy_run
 from tests.toys import llama
-from tests.two_ranks import HALF, STEPS, curve, medusa, spoilt
+from tests.two_ranks import HALF, LATER, STEPS, curve, medusa, spoilt
 
 ROOT = Path(__file__).parent.parent
 TORCH: dict[str, str] = {"ACCELERATE_USE_CPU": "true"}
@@ -54,11 +54,11 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Pat
     return curve(Accelerator(cpu=True), out), out
 
 
-def half_of(out: Path, to: Path) -> Path:
-    """A copy of a run as it was at the half."""
+def rewound(out: Path, step: int, to: Path) -> Path:
+    """A copy of a finished run as it was after ``step``."""
     shutil.copytree(out, to)
     shutil.rmtree(to / "checkpoints" / f"step-{STEPS:06d}")
-    assert [f.name for f in checkpoint.complete(to)] == [f"step-{HALF:06d}"]
+    assert [f.name for f in checkpoint.complete(to)] == [f"step-{step:06d}"]
     return to
 
 
@@ -86,7 +86,7 @@ def ended(process: subprocess.Popen[Any], limit: float = 240) -> str:
 def two_ranks(name: str, config: str, engines: tuple[str, ...], alone: Any, out: Path, extra: dict[str, str]) -> Any:
     """Both ranks' findings."""
     for engine in engines:
-        half_of(alone[1], out / "before" / engine)
+        rewound(alone[1], HALF, out / "before" / engine)
     port = ("--main_process_port", "0")
     ended(start(config, "tests.two_ranks", name, str(out), str(out / "before"), extra=extra, options=port))
     return [torch.load(out / f"{name}{rank}.pt", weights_only=True) for rank in range(2)]
@@ -97,15 +97,18 @@ def losses(found: dict[str, Any]) -> list[float]:
 
 
 def check_curve(found: dict[str, Any], alone: dict[str, Any], out: Path, tmp_path: Path) -> None:
-    """The whole run, one that went on from one process, and one process that goes on from it."""
+    """The whole run, one that went on from one process, one process that goes on from it, and 1 -> 2 -> 1."""
     expected = losses(alone)
     assert expected[-1] <= 0.8 * expected[0] and len(expected) == STEPS
     assert losses(found) == pytest.approx(expected, rel=1e-4)
     assert losses(found["went on"]) == pytest.approx(expected[HALF:], rel=1e-4)
     assert list(found["went on"]["values"]) == list(range(HALF + 1, STEPS + 1))
-    back = curve(Accelerator(cpu=True), half_of(out, tmp_path / "back"))
+    back = curve(Accelerator(cpu=True), rewound(out, HALF, tmp_path / "back"))
     assert losses(back) == pytest.approx(expected[HALF:], rel=1e-4)
-    for run in (found, found["went on"], back):
+    there_and_back = rewound(out.parent / "before" / out.name, LATER, tmp_path / "there and back")
+    end = curve(Accelerator(cpu=True), there_and_back)
+    assert losses(end) == pytest.approx(expected[LATER:], rel=1e-4)
+    for run in (found, found["went on"], back, end):
         for name, weight in alone["weights"].items():
             torch.testing.assert_close(run["weights"][name], weight, atol=1e-5, rtol=1e-3)
 

@@ -173,7 +173,8 @@ def _benchmark(bench: dict[str, Any]) -> str:
     how = bench["protocol"]
     depth = "as deep as the heads draft" if how.get("depth") is None else f"depth {how['depth']}"
     protocol = (
-        f"Protocol: trees of {how['nodes']} nodes, root included, {depth}, rule {how['rule']}, {how['decoding']}, "
+        f"Protocol: {'chains' if how.get('chain') else 'trees'} of up to {how['nodes']} nodes, root included, "
+        f"{depth}, rule {how['rule']}, {how['decoding']}, "
         f"target in {how['dtype']}, attention {how['attention']}, {how['prompts']} prompts in batches of "
         f"{how['batch_size']}, up to {how['max_new_tokens']} new tokens each, on {how['device']}, "
         f"{how['threads']} threads, torch {how['torch']}, transformers {how['transformers']}; the bonus token "
