@@ -158,7 +158,13 @@ def test_benchmarks_of_these_heads_are_on_the_card_with_their_protocol(folder: P
     rows = [line for line in text.split("## Benchmark: suite.jsonl")[1].splitlines() if line.startswith("| medusa")]
     assert rows[0] == "| medusa | all tasks | 1.86 | 1.57x | 1.40-1.79 | 6 | 25% |"
     assert rows[1].startswith("| medusa | math | 1.86 | 1.91x") and rows[2].startswith("| medusa | chat | 1.25 |")
-    for part in ("trees of up to 8 nodes", "on a device", "bfloat16", "12 prompts in batches of 1", "bonus token is counted"):
+    for part in (
+        "trees of up to 8 nodes",
+        "on a device",
+        "bfloat16",
+        "12 prompts in batches of 1",
+        "bonus token is counted",
+    ):
         assert part in text
     found = staged(folder, NAME)
     (bench,) = [item for item in found.items if item.path == "bench.json"]
