@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from headstart.heads.base import Batch, DraftHeads, Losses
+from headstart.heads.base import DraftHeads
+from headstart.heads.batch import Batch, Losses
 from headstart.heads.config import HeadsConfig
 from headstart.heads.eagle import Eagle
 from headstart.heads.eagle3 import Eagle3

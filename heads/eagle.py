@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from headstart.heads.base import Batch, predictions
+from headstart.heads.batch import Batch, predictions
 from headstart.heads.config import HeadsConfig
 from headstart.heads.layers import DecoderLayer
 from headstart.heads.recurrent import RecurrentHeads

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from headstart.heads.attention import additive, attend
-from headstart.heads.base import Batch, DraftHeads, positions, predictions
+from headstart.heads.base import DraftHeads
+from headstart.heads.batch import Batch, positions, predictions
 from headstart.heads.config import HeadsConfig
 from headstart.heads.layers import DecoderLayer, ResBlock
 from headstart.heads.solve import LeastSquares

@@ -13,7 +13,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from headstart.heads.base import Batch, DraftHeads, predictions
+from headstart.heads.base import DraftHeads
+from headstart.heads.batch import Batch, predictions
 from headstart.heads.config import HeadsConfig
 from headstart.heads.layers import ResBlock, stack
 from headstart.heads.solve import LeastSquares

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from headstart.heads.attention import Branches, additive, attend, attend_steps
-from headstart.heads.base import Batch, DraftHeads, positions, predictions
+from headstart.heads.base import DraftHeads
+from headstart.heads.batch import Batch, positions, predictions
 from headstart.heads.layers import DecoderLayer
 from headstart.heads.tie import Tie
 

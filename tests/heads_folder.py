@@ -13,7 +13,7 @@ from accelerate.state import AcceleratorState
 from huggingface_hub import constants
 
 from headstart.train.__main__ import run
-from headstart.train.recipe import load_recipe
+from headstart.train.recipe_file import load_recipe
 from tests.byte_tokenizer import byte_tokenizer
 from tests.hub_server import OWNER, Hub
 from tests.toys import llama

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import BloomConfig, BloomForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig
 
 from headstart.heads import FAMILIES, DraftHeads, Tie
-from headstart.heads.base import positions
+from headstart.heads.batch import positions
 from headstart.train.batches import Stream, Tokens, apart, collate, epoch_order, pack, packed
 from headstart.train.cache import FeatureCache
 from headstart.train.features import Features, check_packing, holds_several, online

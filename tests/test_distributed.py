@@ -36,6 +36,7 @@ from tests.two_ranks import HALF, LATER, STEPS, curve, medusa, spoilt
 ROOT = Path(__file__).parent.parent
 TORCH: dict[str, str] = {"ACCELERATE_USE_CPU": "true"}
 DEEPSPEED = {"DS_ACCELERATOR": "cpu"}
+# the extras of development bring it; a plain installation for inference does not
 needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs the package deepspeed")
 
 

@@ -27,7 +27,7 @@ from headstart.train.features import Features, online
 from headstart.train.loop import train
 from headstart.train.masking import Masked
 from headstart.train.meter import Progress
-from headstart.train.recipe import load_recipe
+from headstart.train.recipe_file import load_recipe
 from headstart.train.schedule import Plan
 from tests.test_loop import DEFAULTS, broken, weights
 from tests.toys import llama

@@ -94,6 +94,7 @@ def test_what_would_begin_too_late_is_left_out(tmp_path: Path) -> None:
     assert (found["verify"], found["steps"], found["launch"]) == ([], [], None)
 
 
+# with one, the whole would not be refused but run, for minutes: that is what the script itself is for
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator here")
 def test_without_an_accelerator_the_whole_is_refused(tmp_path: Path) -> None:
     app = typer.Typer()

@@ -18,7 +18,7 @@ from headstart.heads import FAMILIES, load_heads
 from headstart.infer.speculator import Speculator
 from headstart.scripts import cli
 from headstart.train import hub as heads_hub
-from headstart.train.recipe import load_recipe
+from headstart.train.recipe_file import load_recipe
 from tests.heads_folder import FILES, NAME, loopback, small_run
 from tests.hub_server import DROP, OWNER, READER, Fault, Hub
 from tests.toys import llama

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from headstart.heads import Hydra, Tie
-from headstart.heads.base import predictions
+from headstart.heads.batch import predictions
 from tests.families import KINDS, disturbed, documents
 from tests.reference import hydra_hidden
 from tests.toys import llama

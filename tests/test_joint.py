@@ -29,7 +29,7 @@ from headstart.train.evaluate import validate
 from headstart.train.joint import Joint, before_and_after, join, perplexity, start_heads
 from headstart.train.loop import Plan, Progress, train, weights_at
 from headstart.train.masking import Masked
-from headstart.train.recipe import load_recipe
+from headstart.train.recipe_file import load_recipe
 from tests.byte_tokenizer import byte_tokenizer
 from tests.test_loop import DEFAULTS, broken, masked_out, micro_rows
 from tests.toys import gpt2, llama

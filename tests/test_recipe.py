@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from headstart.heads import FAMILIES
-from headstart.train.recipe import DataPart, Recipe, load_recipe
+from headstart.train.recipe import DataPart, Recipe
+from headstart.train.recipe_file import load_recipe
 
 MINIMAL = "target: toy\nout: out\ndata:\n  train: [rows.jsonl]\n"
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from headstart.heads import Batch, Tie
 from headstart.heads import base as base_module
-from headstart.heads.base import predictions
+from headstart.heads.batch import predictions
 from headstart.heads.eagle3 import default_layers
 from tests.families import KINDS, Kind, disturbed, documents, near
 from tests.reference import recurrent_hidden, recurrent_logits

@@ -17,7 +17,8 @@ from headstart.train.__main__ import main
 from headstart.train.boards import Written, check_boards, coloured, marked
 from headstart.train.evaluate import Draft
 from headstart.train.meter import Progress
-from headstart.train.recipe import Recipe, load_recipe
+from headstart.train.recipe import Recipe
+from headstart.train.recipe_file import load_recipe
 from headstart.train.redact import names_secret, redacted
 from headstart.train.tracking import Tracker, describe, in_words, peak_memory
 from tests.byte_tokenizer import byte_tokenizer
@@ -340,7 +341,7 @@ def test_secrets_are_starred_wherever_they_stand(monkeypatch: pytest.MonkeyPatch
 
 def test_memory_is_the_peak_of_this_process() -> None:
     status = Path("/proc/self/status")
-    if not status.exists():
+    if not status.exists():  # elsewhere nothing else tells the peak to compare with
         pytest.skip("the peak is compared with what Linux says in /proc")
     (line,) = (line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
     assert peak_memory()["memory_gb"] >= 0.95 * int(line.split()[1]) * 1024 / 1e9 > 0

@@ -29,7 +29,8 @@ from headstart.train.joint import Joint, before_and_after, heads_of, perplexity,
 from headstart.train.masking import Masked
 from headstart.train.prepare import data_digest, make_heads, make_joint, put_aside, read_data
 from headstart.train.provenance import data_facts, describe, made_by
-from headstart.train.recipe import Recipe, load_recipe
+from headstart.train.recipe import Recipe
+from headstart.train.recipe_file import load_recipe
 from headstart.train.tracking import Tracker
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from headstart.heads import DraftHeads, Tie
-from headstart.heads.base import predictions
+from headstart.heads.batch import predictions
 from headstart.heads.tie import tokenizer_notes
 from headstart.heads.vocab import check_draft_ids, count_tokens, coverage
 from headstart.infer import checks

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from headstart.heads import Batch, DraftHeads, Tie
-from headstart.heads.base import predictions
+from headstart.heads.batch import predictions
 from headstart.heads.losses import acceptance
 from headstart.infer.bench import left_padded
 from headstart.infer.figures import loops_at_end

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from headstart.heads import Batch
 from headstart.heads.attention import tree_mask
-from headstart.heads.base import positions
+from headstart.heads.batch import positions
 from headstart.infer.checks import bare, check_length, check_target
 from headstart.infer.target import attention_windows, compute_dtype
 from headstart.train.batches import Tokens, apart

@@ -23,7 +23,8 @@ from torch.utils.checkpoint import checkpoint
 
 from headstart.heads import Batch, DraftHeads, Losses, Tie, load_heads
 from headstart.heads.adapter import digest, lora_tensors
-from headstart.heads.base import CHUNK_ELEMENTS, predictions
+from headstart.heads.base import CHUNK_ELEMENTS
+from headstart.heads.batch import predictions
 from headstart.heads.losses import forward_kl
 from headstart.train.batches import Tokens, collate
 from headstart.train.features import Features, Online, holds_several, kept_apart, online
