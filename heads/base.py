@@ -19,10 +19,10 @@ from transformers import PreTrainedModel
 
 from headstart.heads.adapter import adapter_notes
 from headstart.heads.batch import Batch, Losses, predictions, slot_table
-from headstart.heads.config import HeadsConfig, layer_facts, target_facts
+from headstart.heads.config import HeadsConfig, check_layer, layer_facts, target_facts
 from headstart.heads.layers import born_nan
 from headstart.heads.losses import DIVERGENCES, acceptance
-from headstart.heads.tie import Tie, fingerprint
+from headstart.heads.tie import Tie, fingerprint, name_notes, weight_notes
 from headstart.heads.vocab import check_draft_ids
 
 CHUNK_ELEMENTS = 1 << 24  # logits held at once by the loss; above it, chunks of rows are recomputed in backward
@@ -54,6 +54,8 @@ class DraftHeads(PreTrainedModel, ABC):
     def __init__(self, config: HeadsConfig) -> None:
         super().__init__(config)
         config.check_format()
+        if self.attends(config.to_dict()):
+            check_layer(config.layer)
         size = config.draft_vocab_size
         self.register_buffer("draft_ids", None if size is None else torch.zeros(size, dtype=torch.int64))
 
@@ -183,16 +185,9 @@ class DraftHeads(PreTrainedModel, ABC):
         except SafetensorError as error:
             raise ValueError(f"the weights in {source} are damaged or cut short, get them again: {error}") from error
         heads, info = loaded
-        wrong = [f"missing: {k}" for k in sorted(info["missing_keys"])]
-        wrong += [f"unknown: {k}" for k in sorted(info["unexpected_keys"])]
-        wrong += [
-            f"misshapen: {k[0]} is {tuple(k[1])}, expected {tuple(k[2])}" for k in sorted(info["mismatched_keys"])
-        ]
-        if wrong:
-            raise ValueError(
-                f"the tensors in {source} are not those of the {heads.config.family} heads its config describes:\n  "
-                + "\n  ".join(wrong)
-            )
+        if wrong := _complaints(info):
+            described = f"the {heads.config.family} heads its config describes"
+            raise ValueError("\n  ".join([f"the tensors in {source} are not those of {described}:", *wrong]))
         if heads.draft_ids is not None:
             check_draft_ids(heads.draft_ids, heads.config.target_vocab_size)
         return loaded if asked else heads  # type: ignore[no-any-return]
@@ -209,25 +204,11 @@ class DraftHeads(PreTrainedModel, ABC):
 
     def check_target(self, target: Any) -> list[str]:
         """Raises ValueError where ``target`` cannot carry these heads; returns warnings where it merely differs."""
-        facts, mine = target_facts(target.config), self.config
-        wrong = [
-            f"{name.removeprefix('target_')}: heads for {getattr(mine, name)}, the target has {facts[name]}"
-            for name in ("target_hidden_size", "target_vocab_size", "target_num_layers")
-            if facts[name] != getattr(mine, name)
-        ]
-        if wrong:
-            raise ValueError(
-                f"heads of {mine.target_name or 'another target'} do not fit {facts['target_name'] or 'this target'}: "
-                + "; ".join(wrong)
-            )
-        notes = adapter_notes(mine.adapter, target)
-        if mine.target_fingerprint and mine.target_fingerprint != fingerprint(Tie.of(target)):
-            notes.append(
-                f"the heads were trained on {mine.target_name or 'another target'} ({mine.target_fingerprint}), with "
-                f"other weights than this target, {facts['target_name'] or 'which has no name'} "
-                f"({fingerprint(Tie.of(target))}): the text stays exact, but fewer guesses will be accepted"
-            )
-        return notes
+        mine, facts = self.config, target_facts(target.config)
+        mine.check_sizes(facts)
+        name = facts["target_name"]
+        others = weight_notes(mine.target_fingerprint, mine.target_name, Tie.of(target), name)
+        return adapter_notes(mine.adapter, target) + (others or name_notes(mine.target_name, name))
 
     # the loss -------------------------------------------------------------------------------------------------------
 
@@ -305,3 +286,13 @@ class DraftHeads(PreTrainedModel, ABC):
             top = logits if self.draft_ids is None else logits[:, self.draft_ids]
             laws.append((top - logits.logsumexp(-1, keepdim=True)).exp())
         return torch.cat(laws), torch.cat(best)
+
+
+def _complaints(info: dict[str, Any]) -> list[str]:
+    """The tensors that loading found to be wrong, a line each."""
+    misshapen = sorted(info["mismatched_keys"])
+    return [
+        *(f"missing: {name}" for name in sorted(info["missing_keys"])),
+        *(f"unknown: {name}" for name in sorted(info["unexpected_keys"])),
+        *(f"misshapen: {name} is {tuple(found)}, expected {tuple(wanted)}" for name, found, wanted in misshapen),
+    ]

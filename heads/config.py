@@ -85,6 +85,45 @@ class HeadsConfig(PreTrainedConfig):
                 f"indices from 0 (the embedding) to {last} (the last layer); write in those the heads were trained on"
             )
 
+    def check_sizes(self, facts: dict[str, Any]) -> None:
+        """Raises ValueError where a target of these facts, as of ``target_facts``, is of other sizes than ours."""
+        wrong = [
+            f"{name.removeprefix('target_')}: heads for {getattr(self, name)}, the target has {facts[name]}"
+            for name in ("target_hidden_size", "target_vocab_size", "target_num_layers")
+            if facts[name] != getattr(self, name)
+        ]
+        if wrong:
+            raise ValueError(
+                f"heads of {self.target_name or 'another target'} do not fit {facts['target_name'] or 'this target'}: "
+                + "; ".join(wrong)
+            )
+
+
+LAYER = (
+    *("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size"),
+    *("hidden_act", "rms_norm_eps", "max_position_embeddings", "rope_parameters"),
+)
+"""Names of the sizes of a decoder layer."""
+
+
+def check_layer(layer: Any) -> None:
+    """Raises ValueError where a heads config lost sizes of its decoder layer."""
+    lacks = [name for name in LAYER if not isinstance(layer, dict) or layer.get(name) is None]
+    if lacks:
+        raise ValueError(
+            f"the config of these heads says layer={layer}: the sizes of a decoder layer were expected, and "
+            f"{', '.join(lacks)} are missing; write in those the heads were trained with"
+        )
+
+
+def check_one_feature(config: HeadsConfig) -> None:
+    """Raises ValueError where heads that read one hidden state are given several."""
+    if len(config.features or ()) != 1:
+        raise ValueError(
+            f"features={config.features}: {config.family} heads read one hidden state; one index in "
+            f"0..{config.target_num_layers} was expected, such as [{config.target_num_layers}], the last one"
+        )
+
 
 ROPE_KINDS = ("default", "linear", "llama3", "yarn", "proportional")
 """Rotary scalings that look the same for every length of the text, so that cached keys stay right."""

@@ -23,7 +23,9 @@ from torch import Tensor
 from headstart.heads import formats_eagle, formats_eagle3, formats_eagle3_read, formats_medusa
 from headstart.heads.adapter import adapter_notes
 from headstart.heads.base import DraftHeads
+from headstart.heads.config import target_facts
 from headstart.heads.formats_table import Export, audit, read_config, read_tensors, write_folder
+from headstart.heads.tie import name_notes
 from headstart.heads.vocab import check_draft_ids
 
 Write = Callable[[DraftHeads, Any, str, str], Export]
@@ -68,16 +70,20 @@ def export_heads(
             "give --target and --adapter: the target is then exported with the adapter merged into it"
         )
     if target is not None:
-        merged = adapter_notes(config.adapter, target)  # of an adapter in the weights nothing is to be seen
-        notes = [note for note in heads.check_target(target) if note not in merged]
+        known = adapter_notes(config.adapter, target)  # of an adapter in the weights nothing is to be seen
+        renamed = name_notes(config.target_name, target_facts(target.config)["target_name"])  # a copy will do
+        notes = [note for note in heads.check_target(target) if note not in known + renamed]
         if notes:
             raise ValueError(f"tensors of this target go into the checkpoint: {'; '.join(notes)}. Give the right one")
-    found = write(heads, target, config.target_name if base is None else base, to)
+    name = config.target_name if base is None else base
+    found = write(heads, target, name, to)
     audit(found.tensors, found.table, f"the {to} export")
     kinds = sorted({str(t.dtype).removeprefix("torch.") for t in found.tensors.values() if t.is_floating_point()})
     if len(kinds) != 1:
         raise ValueError(f"these heads mix the types {kinds}: one was expected")
     described = {**found.config, "torch_dtype": kinds[0]}
+    if name == config.target_name and config.target_revision:
+        described["base_model_revision"] = config.target_revision  # for people: no engine reads it
     pickled = to == "medusa"  # its own code reads nothing but this
     file = "medusa_lm_head.safetensors" if pickled else "model.safetensors"
     write_folder(out, described, found.tensors, file)
@@ -86,11 +92,14 @@ def export_heads(
     return sorted(path.name for path in out.iterdir()), list(found.notes)
 
 
-def import_heads(folder: Path, target: Any, features: Sequence[int] | None = None) -> tuple[DraftHeads, list[str]]:
+def import_heads(
+    folder: Path, target: Any, features: Sequence[int] | None = None, name: str | None = None
+) -> tuple[DraftHeads, list[str]]:
     """What others trained for ``target``, as heads of ours in float32, and what to know of them.
 
-    ``features`` are hidden_states indices that EAGLE-3 heads read, where their config does not say. Raises ValueError
-    that names both sides where something is missing, unknown or of another target.
+    ``features`` are hidden_states indices that EAGLE-3 heads read, where their config does not say; ``name`` is what
+    the target is called, None = as its config says. Raises ValueError that names both sides where something is
+    missing, unknown or of another target.
     """
     config = read_config(folder)
     if config.get("model_type") == "headstart":
@@ -101,6 +110,7 @@ def import_heads(folder: Path, target: Any, features: Sequence[int] | None = Non
     if heads.draft_ids is not None:
         check_draft_ids(heads.draft_ids, heads.config.target_vocab_size)
     torch.nn.Module.to(heads, dtype=torch.float32)
+    heads.config.target_name = heads.config.target_name if name is None else name
     told = told_base(config)
     if told and heads.config.target_name and told != heads.config.target_name:
         notes.append(f"the folder names {told} as its target, and these heads are now for {heads.config.target_name}")

@@ -17,11 +17,13 @@ from headstart.heads.base import DraftHeads
 from headstart.heads.config import HeadsConfig, target_facts
 from headstart.heads.eagle import Eagle
 from headstart.heads.formats_llama import (
+    cap_notes,
     embedding_scale,
     layer_refusals,
     layer_rows,
     layer_sizes,
     llama_config,
+    logit_scale,
     read_layer,
     same_embedding,
 )
@@ -66,7 +68,12 @@ def write(heads: DraftHeads, target: Any, base: str, to: str) -> Export:
         "bias": bias,
         "base_model_name_or_path": base,
     }
-    notes = []
+    notes = cap_notes(target)
+    if (scale := logit_scale(config, target)) != 1.0:
+        notes.append(
+            f"the target multiplies its logits by {scale:g}, and engines read a draft through the same output without "
+            "that: same guesses, other probabilities"
+        )
     if config.draft_vocab_size is not None:
         notes.append(
             f"the draft vocabulary of {config.draft_vocab_size} tokens stays behind: the engine reads the whole output "
@@ -83,7 +90,8 @@ def read(
     if features:
         raise ValueError(f"{where} is EAGLE-1, which reads the last hidden state; --layer is for EAGLE-3")
     named = same_embedding(dict(tensors), target, where)
-    expected = expand(ROWS, layer_sizes(layer, facts["target_vocab_size"]) | {"bias": int("fc.bias" in named)})
+    bias = "fc.bias" in named or config.get("bias") is True
+    expected = expand(ROWS, layer_sizes(layer, facts["target_vocab_size"]) | {"bias": int(bias)})
     audit(named, expected, where)
     state = named_as_ours(named, expected)
     if "fc.bias" in state and not state["fc.bias"].any():

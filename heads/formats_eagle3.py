@@ -21,11 +21,13 @@ from headstart.heads.config import HeadsConfig
 from headstart.heads.eagle3 import Eagle3
 from headstart.heads.formats_llama import (
     architectures,
+    cap_notes,
     embedding_scale,
     layer_refusals,
     layer_rows,
     layer_sizes,
     llama_config,
+    logit_scale,
 )
 from headstart.heads.formats_path import fold_path
 from headstart.heads.formats_table import Export, Row, expand, named_as_theirs, vocabulary_tables
@@ -94,7 +96,7 @@ def write(heads: DraftHeads, target: Any, base: str, to: str) -> Export:
     wrong = refusals(heads, engine)
     if wrong:
         raise ValueError(f"{engine.name} cannot load these heads:\n  " + "\n  ".join(wrong))
-    notes, layer = [], config.layer
+    notes, layer, scale = cap_notes(target), config.layer, logit_scale(config, target)
     state = {name: tensor.detach().cpu() for name, tensor in heads.state_dict().items() if name != "draft_ids"}
     path = state.pop("path.weight", None)
     if path is not None and path.any():
@@ -108,6 +110,7 @@ def write(heads: DraftHeads, target: Any, base: str, to: str) -> Export:
         notes.append("the target scales its embedding and engines do not: a norm follows, so only its epsilon differs")
     if "lm_head.weight" not in state:
         state["lm_head.weight"] = whole_output(target, engine.name).to(state["norm.weight"].dtype)
+    state["lm_head.weight"] = state["lm_head.weight"] * scale
     size = config.draft_vocab_size or config.target_vocab_size
     reduced = int(size != config.target_vocab_size)
     sizes = layer_sizes(layer, config.target_vocab_size) | {

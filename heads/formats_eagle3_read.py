@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -51,6 +52,8 @@ def read(
         if found is None:
             raise ValueError(f"{where} has biases in its attention (attention_bias=true), which our EAGLE-3 lacks")
         state, layer = found
+    if "lm_head.weight" in state:  # elsewhere the logits of a draft are not scaled as the target's are
+        state["lm_head.weight"] = state["lm_head.weight"] / Tie.of(target).logit_scale
     residual_last = ids[-1] == n
     if residual_last:
         take_out_last(state, sizes["A"] - 1, target, layer["rms_norm_eps"], where)
@@ -145,7 +148,7 @@ def layer_ids(
     nested = config.get("eagle_config") or {}
     told = {"config": config[IDS]} if IDS in config else {}
     if IDS in nested:
-        told["eagle_config"] = nested[IDS] if nested[IDS] is None else [i + 1 for i in nested[IDS]]
+        told["eagle_config"] = [i + 1 for i in nested[IDS]] if _ids(nested[IDS]) else nested[IDS]
     notes = []
     if features:
         ids = list(features)
@@ -154,10 +157,10 @@ def layer_ids(
         notes.append(
             f"the config names no layers: the published ones are taken, hidden_states {ids}; else give --layer"
         )
-    elif any(not isinstance(ids, list) or not ids for ids in told.values()):
+    elif strange := [ids for ids in told.values() if not _ids(ids)]:
         raise ValueError(
-            f"the config of {where} has {IDS}=null: which layers the heads read cannot be told; give them as --layer, "
-            f"hidden_states indices (the published ones are {[2, n // 2, n - 3]} for {n} layers)"
+            f"the config of {where} has {IDS}={json.dumps(strange[0])}: which layers the heads read cannot be told; "
+            f"give them as --layer, hidden_states indices (the published ones are {[2, n // 2, n - 3]} for {n} layers)"
         )
     elif len({tuple(ids) for ids in told.values()}) > 1:
         raise ValueError(
@@ -171,6 +174,11 @@ def layer_ids(
     if ids != sorted(ids):
         raise ValueError(f"{where} names its layers as {ids}: engines capture in ascending order, so must they be")
     return ids, notes
+
+
+def _ids(value: Any) -> bool:
+    """Whether this is a list of layer ids."""
+    return isinstance(value, list) and bool(value) and all(type(i) is int for i in value)
 
 
 def streams(tensors: Mapping[str, Tensor], width: int, where: str) -> int:

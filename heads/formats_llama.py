@@ -18,6 +18,8 @@ SERVED_ACTIVATION = "silu"
 """The one activation that vLLM and SGLang have for a Llama layer."""
 SCALED_EMBEDDINGS = ("gemma", "granite", "minicpm")
 """How the types of models begin that multiply their embedding by a number, which draft models elsewhere do not."""
+SCALED_LOGITS = ("cohere", "granite")
+"""The same of the logits."""
 
 
 def layer_rows(prefix: str, reads: str) -> tuple[Row, ...]:
@@ -85,11 +87,14 @@ def read_layer(config: Mapping[str, Any], target_config: PreTrainedConfig, where
     for key, has in (("hidden_size", text.hidden_size), ("vocab_size", text.vocab_size)):
         if config.get(key, has) != has:
             wrong.append(f"{key}={config[key]} (the target {target_config.name_or_path} has {has})")
+    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    for part in (config.get("partial_rotary_factor"), rope.pop("partial_rotary_factor", None)):
+        if part not in (None, 1.0):
+            wrong.append(f"partial_rotary_factor={part} (expected 1.0: our layer turns whole heads)")
     if config.get("target_hidden_size") not in (None, text.hidden_size):
         wrong.append(f"target_hidden_size={config['target_hidden_size']} (the target has {text.hidden_size})")
     if wrong:
         raise ValueError(f"the draft layer of {where} cannot be taken over for this target: {'; '.join(wrong)}")
-    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     old_name = rope.pop("type", None)
     kind = rope.get("rope_type") or old_name or "default"
     heads = config["num_attention_heads"]
@@ -140,6 +145,24 @@ def embedding_scale(config: HeadsConfig, target: Any, why: str) -> float:
     if not torch.allclose(given.float(), rows.float() * scale, rtol=2e-2, atol=1e-6):
         raise ValueError(f"{type(tie.embedding).__name__} of the target does more than scale its rows, {why}")
     return scale
+
+
+def logit_scale(config: HeadsConfig, target: Any) -> float:
+    """What the target multiplies its logits by, which engines do not do to a draft's. Raises ValueError where the
+    target is needed to tell."""
+    if target is None:
+        if config.target_model_type.startswith(SCALED_LOGITS):
+            raise ValueError(f"{config.target_model_type} targets scale their logits, and so do drafts: give --target")
+        return 1.0
+    return Tie.of(target).logit_scale
+
+
+def cap_notes(target: Any) -> list[str]:
+    """What to know of a target that caps its logits."""
+    cap = None if target is None else Tie.of(target).softcap
+    if cap is None:
+        return []
+    return [f"the target caps its logits at {cap:g} and engines cap no draft's: same guesses, other probabilities"]
 
 
 def same_embedding(tensors: dict[str, Tensor], target: Any, where: str) -> dict[str, Tensor]:

@@ -1,8 +1,10 @@
 """Medusa as FasterDecoding and vLLM keep it.
 
 FasterDecoding has two forms: V1, where every head brings an output over the whole vocabulary, and V2, where one
-residual block a head goes through the target's own output. vLLM wants outputs in the checkpoint; it takes one for all
-heads, and a draft vocabulary (``token_map``).
+residual block a head goes through the target's own output. vLLM wants outputs in the checkpoint, and takes one for all
+heads. Its own draft vocabulary (``token_map`` and fewer rows) works for that one alone: heads with outputs of their own
+must say every token, so that the others' rows are made such that they are never the guess; ``token_map`` stays in the
+file, for us, and vLLM passes it over.
 """
 
 from __future__ import annotations
@@ -20,11 +22,12 @@ from headstart.heads.formats_eagle3 import whole_output
 from headstart.heads.formats_table import Export, Row, audit, expand, named_as_ours, named_as_theirs
 from headstart.heads.medusa import Medusa
 from headstart.heads.tie import Tie, fingerprint
+from headstart.heads.vocab import check_draft_ids
 
 VLLM = (
     Row("blocks.{k}.layers.{l}.weight", ("h", "h"), "blocks.{k}.{l}.linear.weight"),
     Row("blocks.{k}.layers.{l}.bias", ("h",), "blocks.{k}.{l}.linear.bias", when="bias"),
-    Row("lm_heads.{o}.weight", ("D", "h"), "outputs.{o}.weight"),
+    Row("lm_heads.{o}.weight", ("V", "h"), "outputs.{o}.weight"),
     Row("token_map", ("D",), "draft_ids", torch.int64, when="reduced"),
 )
 PREFIXES = ("medusa_heads.", "medusa_head.")
@@ -59,22 +62,40 @@ def _vllm(heads: Medusa, state: dict[str, Tensor], sizes: dict[str, int], target
     shared = heads.outputs is None
     if shared:
         state["outputs.0.weight"] = whole_output(target, "vLLM").to(state["blocks.0.0.linear.weight"].dtype)
-    size = config.draft_vocab_size or config.target_vocab_size
-    reduced = int(size != config.target_vocab_size)
-    expected = expand(VLLM, sizes | {"o": 1 if shared else sizes["k"], "D": size, "reduced": reduced})
+    size, vocab_size, notes = config.draft_vocab_size or config.target_vocab_size, config.target_vocab_size, []
+    reduced = int(size != vocab_size)
+    sizes |= {"o": 1 if shared else sizes["k"], "D": size, "V": vocab_size, "reduced": reduced}
+    if reduced:
+        state |= {
+            f"outputs.{k}.weight": _spread(state[f"outputs.{k}.weight"], state["draft_ids"], vocab_size)
+            for k in range(sizes["o"])
+        }
+        notes.append(
+            f"vLLM has no draft vocabulary for outputs of a head's own: they go as {vocab_size} rows, those outside "
+            f"the {size} tokens of ours as the mean row, which is never the guess"
+        )
+    expected = expand(VLLM, sizes)
     described = {
         "architectures": ["MedusaModel"],
         "model_type": "medusa",
         "hidden_size": config.target_hidden_size,
         "vocab_size": config.target_vocab_size,
-        "truncated_vocab_size": size,
+        "truncated_vocab_size": vocab_size,
         "num_heads": config.num_draft_heads,
         "num_hidden_layers": config.num_draft_layers,
         "medusa_fc_bias": True,
         "original_lm_head": shared,
         "base_model_name_or_path": base,
     }
-    return Export(described, named_as_theirs(state, expected), expected)
+    return Export(described, named_as_theirs(state, expected), expected, tuple(notes))
+
+
+def _spread(rows: Tensor, ids: Tensor, vocab_size: int) -> Tensor:
+    """``rows`` [D, h] of the tokens ``ids`` as rows of the whole vocabulary [V, h]; the others get the mean of them,
+    whose logit is the mean of theirs and so never the largest."""
+    whole = rows.mean(0).expand(vocab_size, -1).clone()
+    whole[ids] = rows
+    return whole
 
 
 def _faster(heads: Medusa, state: dict[str, Tensor], sizes: dict[str, int], target: Any, base: str) -> Export:
@@ -95,7 +116,13 @@ def _faster(heads: Medusa, state: dict[str, Tensor], sizes: dict[str, int], targ
         "medusa_num_layers": config.num_draft_layers,
         "base_model_name_or_path": base,
     } | ({"version": "2"} if reduced_form else {})
-    return Export(described, named_as_theirs(state, expected), expected)
+    notes = []
+    if sizes["l"] > 1:
+        notes.append(
+            f"FasterDecoding's own code makes one module of the {sizes['l']} blocks of a head, so that the last one "
+            "stands for all; other engines read them apart: for that code, train with heads.num_draft_layers=1"
+        )
+    return Export(described, named_as_theirs(state, expected), expected, tuple(notes))
 
 
 def read(
@@ -124,12 +151,20 @@ def read(
         sizes |= {"k": int(config["num_heads"]), "l": int(config["num_hidden_layers"])}
         sizes["bias"] = int(bool(config.get("medusa_fc_bias", False)))
         sizes["D"] = int(config.get("truncated_vocab_size") or vocab_size)
+        if sizes["D"] == vocab_size and "token_map" in named:  # as we write it
+            sizes["D"] = named["token_map"].numel()
         sizes["reduced"] = int(sizes["D"] != vocab_size)
         sizes["o"] = 1 if config.get("original_lm_head") else sizes["k"]
+        output = named.get("lm_heads.0.weight")
+        sizes["V"] = sizes["D"] if output is not None and len(output) == sizes["D"] else vocab_size
         rows = VLLM
     expected = expand(rows, sizes)
     audit(named, expected, where)
-    return _made(named_as_ours(named, expected), sizes, facts, target), notes
+    state = named_as_ours(named, expected)
+    if sizes.get("V", sizes["D"]) != sizes["D"]:
+        check_draft_ids(state["draft_ids"], vocab_size)
+        state |= {f"outputs.{k}.weight": state[f"outputs.{k}.weight"][state["draft_ids"]] for k in range(sizes["o"])}
+    return _made(state, sizes, facts, target), notes
 
 
 def _made(state: dict[str, Tensor], sizes: dict[str, int], facts: dict[str, Any], target: Any) -> Medusa:

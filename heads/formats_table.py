@@ -149,6 +149,8 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
         except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
             what = "damaged, cut short or no file of plain tensors"
             raise ValueError(f"{file} is {what}, get it again: {error}") from error
+        if not isinstance(loaded, dict):
+            raise ValueError(f"{file} holds {type(loaded).__name__}, expected tensors by name")
         strange = sorted(key for key, value in loaded.items() if not isinstance(value, Tensor))
         if strange:
             raise ValueError(f"{file} holds more than tensors: {strange}")

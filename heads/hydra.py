@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from headstart.heads.attention import additive, attend
 from headstart.heads.base import DraftHeads
 from headstart.heads.batch import Batch, positions, predictions
-from headstart.heads.config import HeadsConfig
+from headstart.heads.config import HeadsConfig, check_one_feature
 from headstart.heads.layers import DecoderLayer, ResBlock
 from headstart.heads.solve import LeastSquares
 from headstart.heads.tie import Tie
@@ -65,6 +65,7 @@ class Hydra(DraftHeads):
 
     def __init__(self, config: HeadsConfig) -> None:
         super().__init__(config)
+        check_one_feature(config)
         width, heads = config.target_hidden_size, config.num_draft_heads
         self.prefix: DecoderLayer | None = None
         self.prefix_norm: nn.RMSNorm | None = None

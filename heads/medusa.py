@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from headstart.heads.base import DraftHeads
 from headstart.heads.batch import Batch, predictions
-from headstart.heads.config import HeadsConfig
+from headstart.heads.config import HeadsConfig, check_one_feature
 from headstart.heads.layers import ResBlock, stack
 from headstart.heads.solve import LeastSquares
 from headstart.heads.tie import Tie
@@ -36,6 +36,7 @@ class Medusa(DraftHeads):
 
     def __init__(self, config: HeadsConfig) -> None:
         super().__init__(config)
+        check_one_feature(config)
         width, heads = config.target_hidden_size, config.num_draft_heads
         self.blocks = nn.ModuleList(stack(width, config.num_draft_layers) for _ in range(heads))
         size = config.draft_vocab_size

@@ -81,11 +81,36 @@ class Tie:
 
 
 def fingerprint(tie: Tie) -> str:
-    """Digest of three rows of the target's output matrix; tells other weights of the same shape, not another dtype."""
+    """Digest of three rows of the target's output matrix: tells another model of the same shape, not a fine-tuned one
+    that kept its output. The same in float32 and bfloat16; float16, to which small numbers are rounded, is another."""
     weight = tie.weight
     picked = weight[[0, weight.shape[0] // 2, weight.shape[0] - 1]].detach().cpu()
-    rows = picked.bfloat16().float().contiguous()  # the same whether loaded in float32 or bfloat16
+    rows = picked.bfloat16().float().contiguous()
     return hashlib.sha256(rows.numpy().tobytes()).hexdigest()[:16]
+
+
+def weight_notes(wanted: str, trained_on: str, tie: Tie, name: str) -> list[str]:
+    """What a user should know where heads were trained on the target ``trained_on`` with weights of digest ``wanted``
+    ("" = nobody noted them), and this one, ``name``, has others."""
+    found = fingerprint(tie) if wanted else ""
+    if wanted == found:
+        return []
+    half = "" if tie.weight.dtype != torch.float16 else " (or the same ones cast to float16, which cannot be told)"
+    return [
+        f"the heads were trained on {trained_on or 'another target'} ({wanted}), with other weights than this target, "
+        f"{name or 'which has no name'} ({found}){half}: the text stays exact, but fewer guesses will be accepted"
+    ]
+
+
+def name_notes(trained_on: str, name: str) -> list[str]:
+    """What a user should know where heads were trained on the Hub's ``trained_on`` and the target is its ``name``: a
+    fine-tuned model may keep the rows that the fingerprint looks at."""
+    if trained_on == name or not ("/" in trained_on and "/" in name):
+        return []
+    return [
+        f"the heads were trained on {trained_on} and this target is {name}: the text stays exact, but unless the one "
+        "is a copy of the other, fewer guesses will be accepted"
+    ]
 
 
 def vocabulary_fingerprint(vocabulary: Mapping[str, int]) -> str:

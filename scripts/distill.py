@@ -18,8 +18,10 @@ if TYPE_CHECKING:
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 KEY = "OPENAI_API_KEY"  # read from the environment where a server wants one
-# vLLM and SGLang cut the tail of the law by the model's generation_config unless they are told not to.
-WHOLE_LAW = '{"top_k": -1}'
+AT_ONCE = 32  # prompts, in process and asked of a server
+# vLLM and SGLang cut the tail of the law by the model's generation_config, llama.cpp by habits of its own, unless they
+# are told not to.
+WHOLE_LAW = '{"top_k": -1, "min_p": 0.0}'
 PAUSE = 2.0  # seconds between two lines of progress
 
 
@@ -33,12 +35,12 @@ def distill(
     server: Annotated[str | None, typer.Option(help="Let a server answer: http://HOST:PORT/v1 (vLLM, SGLang).")] = None,
     served_model: Annotated[str | None, typer.Option(help="The target's name there; default: --target.")] = None,
     server_args: Annotated[str, typer.Option(help="JSON of further fields of each request.")] = WHOLE_LAW,
-    concurrency: Annotated[int, typer.Option(help="Requests at once.")] = 32,
-    max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 256,
-    batch_size: Annotated[int, typer.Option(help="Prompts answered at once, in process.")] = 32,
-    temperature: Annotated[list[float], typer.Option(help="Each prompt gets one of these; repeat.")] = [0.0, 0.8],  # noqa: B006
-    limit: Annotated[int | None, typer.Option(help="Answer this many prompts, picked by the seed.")] = None,
-    minutes: Annotated[float | None, typer.Option(help="Begin no further prompt after this time.")] = None,
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests at once.")] = AT_ONCE,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 256,
+    batch_size: Annotated[int, typer.Option(min=1, help="Prompts answered at once, in process.")] = AT_ONCE,
+    temperature: Annotated[list[float], typer.Option(min=0, help="Each prompt gets one; repeat.")] = [0.0, 0.8],  # noqa: B006
+    limit: Annotated[int | None, typer.Option(min=1, help="Answer this many prompts, picked by the seed.")] = None,
+    minutes: Annotated[float | None, typer.Option(min=0, help="Begin no further prompt after this time.")] = None,
     seed: Annotated[int, typer.Option(help="Picks prompts, temperatures and samples.")] = 0,
     dtype: Annotated[str, typer.Option(help=f"{', '.join(DTYPES)}; on a CPU float32 is often the fastest.")] = "auto",
     device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; default: cuda where there is one.")] = None,
@@ -52,8 +54,12 @@ def distill(
         raise typer.BadParameter("expected prompts, or --self for none, but not both", param_hint="--prompts")
     if write and limit is None:
         raise typer.BadParameter("--self wants to know how many conversations to make", param_hint="--limit")
-    if (dtype != "auto" or device) if server else served_model:
-        raise typer.BadParameter("--dtype and --device are without --server, --served-model is with it")
+    in_process = dtype != "auto" or device or batch_size != AT_ONCE
+    if in_process if server else served_model or server_args != WHOLE_LAW or concurrency != AT_ONCE:
+        raise typer.BadParameter(
+            "--dtype, --device and --batch-size are without --server; --served-model, --server-args and --concurrency "
+            "are with it"
+        )
     common: dict[str, Any] = {"target_id": None if Path(target).exists() else target, "max_new_tokens": max_new_tokens}
     common["template_kwargs"] = json_object(template_kwargs, "--template-kwargs")
     body = json_object(server_args, "--server-args")

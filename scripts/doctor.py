@@ -1,5 +1,7 @@
 """`headstart doctor`: is what was trained what is decoded, and are labels and masks where they belong?"""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -79,8 +81,22 @@ def load(source: str) -> "DraftHeads":
     """Raises OSError where nothing is there to load, ValueError where what is there is not whole."""
     from headstart.heads import load_heads
 
-    try:
+    with _reading(source):
         return load_heads(source)
+
+
+def look_at(source: str) -> None:
+    """As ``load``, of the config alone: a wrong name shows before a large target is loaded."""
+    from headstart.heads import HeadsConfig
+
+    with _reading(source):
+        HeadsConfig.from_pretrained(source).check_format()
+
+
+@contextmanager
+def _reading(source: str) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise OSError(
             f"cannot load heads from '{source}': expected a folder with config.json and model.safetensors, such as the "

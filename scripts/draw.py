@@ -120,7 +120,10 @@ class PassStreamer:
     def passed(self, tokens: int) -> None:
         """A pass that gave so many tokens is over."""
         self._style = style_of(tokens)
-        self._print(self._text().rstrip(PARTIAL))
+        text = self._text()
+        self._print(text.rstrip(PARTIAL))
+        if text.endswith("\n"):  # decoded anew line by line: a long text would take ever longer
+            self._ids, self._said = [], ""
 
     def end(self) -> None:
         """Prints what is left, and a line end."""
@@ -136,8 +139,6 @@ class PassStreamer:
         fresh = Text(text[len(self._said) :], style=self._style)
         self._console.print(fresh, end="", soft_wrap=True, highlight=False)
         self._said = text
-        if text.endswith("\n"):  # decoded anew line by line: a long text would take ever longer
-            self._ids, self._said = [], ""
 
 
 def watched(fast: "Speculator", told: Callable[[int], None] | None = None) -> Watch:

@@ -27,17 +27,19 @@ def export(
 ) -> None:
     """Write HEADS as a serving engine loads them, every tensor checked by name, shape and type."""
     from headstart.heads.formats import check_format, export_heads
-    from headstart.infer.embedded import load_target
+    from headstart.infer.embedded import EMBEDDED, HUB_ID, load_target
     from headstart.scripts.doctor import load
 
     loaded = load(heads)
     check_format(to, loaded.config.family)
     if adapter is not None and target is None:
         raise typer.BadParameter("an adapter is merged into its target: give --target too", param_hint="--adapter")
-    if adapter is not None and out.exists() and any(out.iterdir()):
+    check_adapter(loaded.config.adapter, adapter)
+    if out.exists() and any(out.iterdir()):
         raise ValueError(f"{out} is not empty: an engine might read what lies there; give another --out")
     model, tokenizer = (None, None) if target is None else load_target(target)
-    folder, base = out, None if target is None or Path(target).exists() else target
+    name = loaded.config.target_name if target is None or Path(target).exists() else target
+    folder, base = out, HUB_ID if name == EMBEDDED else name  # engines find nothing under the embedded one's name
     if adapter is not None:
         model, folder, base = merged(model, adapter, loaded.config.adapter), out / HEADS, TARGET
     files, notes = export_heads(loaded, to, folder, model, base)
@@ -65,6 +67,7 @@ def import_(
     from transformers.utils import logging as transformers_logging
 
     from headstart.heads.formats import import_heads
+    from headstart.heads.formats_table import read_config
     from headstart.infer.embedded import load_target
 
     transformers_logging.disable_progress_bar()
@@ -79,14 +82,29 @@ def import_(
                 f"cannot read '{folder}': expected a folder with config.json and weights, or a Hub id that can be "
                 f"reached. huggingface_hub says: {error}"
             ) from error
+    read_config(place)  # before the target, which may take longer
     model, _ = load_target(target)
-    heads, notes = import_heads(place, model, layer)
+    name = Path(target).name if Path(target).exists() else target
+    heads, notes = import_heads(place, model, layer, name)
     heads.save_pretrained(out)
     for note in notes:
         typer.echo(f"note: {note}", err=True)
     config = heads.config
     said = "the target's vocabulary" if config.draft_vocab_size is None else f"{config.draft_vocab_size} tokens"
     typer.echo(f"{out}: {config.family} heads, {config.num_draft_heads} deep, reading {config.features}, saying {said}")
+
+
+def check_adapter(wanted: str | None, adapter: Path | None) -> None:
+    """Raises ValueError where heads go with an adapter (of digest ``wanted``) and none is given, or the other way."""
+    if wanted is not None and adapter is None:
+        raise ValueError(
+            "these heads were trained together with an adapter on the target, and no engine loads the two as one: "
+            "give --target and --adapter: the target is then exported with the adapter merged into it"
+        )
+    if wanted is None and adapter is not None:
+        raise ValueError("these heads were trained on the bare target: leave --adapter out")
+    if adapter is not None and not (adapter / "adapter_config.json").is_file():
+        raise ValueError(f"{adapter} holds no adapter_config.json: expected the folder adapter beside the heads")
 
 
 def merged(target: Any, adapter: Path, wanted: str | None) -> "PreTrainedModel":
@@ -99,10 +117,6 @@ def merged(target: Any, adapter: Path, wanted: str | None) -> "PreTrainedModel":
 
     from headstart.heads.adapter import digest, lora_tensors
 
-    if wanted is None:
-        raise ValueError("these heads were trained on the bare target: leave --adapter out")
-    if not (adapter / "adapter_config.json").is_file():
-        raise ValueError(f"{adapter} holds no adapter_config.json: expected the folder adapter beside the heads")
     adapted = PeftModel.from_pretrained(target, str(adapter))
     found = [digest(tensors) for tensors in lora_tensors(adapted).values()]
     if wanted not in found:
@@ -112,6 +126,15 @@ def merged(target: Any, adapter: Path, wanted: str | None) -> "PreTrainedModel":
 
 
 def save_target(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
-    """The merged target as an ordinary model folder."""
-    model.save_pretrained(folder)
+    """The merged target as an ordinary model folder, its own generation settings as they are: transformers refuses to
+    save some that it has loaded (a temperature without sampling)."""
+    from transformers import GenerationConfig
+    from transformers.utils import GENERATION_CONFIG_NAME
+
+    settings, model.generation_config = model.generation_config, GenerationConfig()
+    try:
+        model.save_pretrained(folder)
+    finally:
+        model.generation_config = settings
+    settings.to_json_file(folder / GENERATION_CONFIG_NAME)
     tokenizer.save_pretrained(folder)

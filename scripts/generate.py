@@ -44,11 +44,13 @@ def generate(
     ] = None,
     prompts: Annotated[Path | None, typer.Option(help="JSON Lines file of prompts, instead of arguments.")] = None,
     compare: Annotated[bool, typer.Option(help="Run plain decoding beside it, both warm, in turn.")] = False,
-    max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 128,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 = greedy.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Of the samples; under the rule match both ways draw the same.")] = 0,
-    nodes: Annotated[int, typer.Option(help="Tree nodes a pass verifies, root included.")] = 16,
-    depth: Annotated[int | None, typer.Option(help="Guesses on the longest path; default: all the heads have.")] = None,
+    nodes: Annotated[int, typer.Option(min=1, help="Tree nodes a pass verifies, root included.")] = 16,
+    depth: Annotated[
+        int | None, typer.Option(min=0, help="Guesses on the longest path; default: all the heads have.")
+    ] = None,
     rule: Annotated[
         str, typer.Option(help="How guesses are accepted when sampling: match, rejection, or typical, which is lossy.")
     ] = "match",
@@ -63,27 +65,28 @@ def generate(
     """Answer prompts with TARGET and HEADS; the text is what TARGET alone would have written."""
     if bool(prompt) == bool(prompts):
         raise typer.BadParameter("give prompts as arguments or a file with --prompts: one of them, not both")
-    if save is not None and not compare:
-        raise typer.BadParameter("figures are those of --compare: give that too", param_hint="--save")
-    if show_tree and compare:
-        raise typer.BadParameter(
-            "a tree is drawn of a text that streams: leave out --compare", param_hint="--show-tree"
-        )
+    _check_compare(compare, show_tree, save)
     if not heads and not drafter:
         raise typer.BadParameter("give --heads, or --drafter, or both to merge their guesses")
     if dtype not in DTYPES:
         raise typer.BadParameter(f"{dtype!r}; expected one of {', '.join(DTYPES)}", param_hint="--dtype")
     if not 0.0 <= temperature < float("inf"):
         raise typer.BadParameter(f"{temperature}; expected 0 (greedy) or more", param_hint="--temperature")
+    named = _named_prompts(prompt, prompts)
     import torch
     from transformers.utils import logging as transformers_logging
 
     from headstart.infer.accept import RULES
     from headstart.infer.embedded import load_target
-    from headstart.infer.speculator import Speculator
+    from headstart.infer.speculator import DRAFTERS, Speculator
+    from headstart.scripts.doctor import look_at  # which imports DTYPES from here
 
     if rule not in RULES:
         raise typer.BadParameter(f"{rule!r}; expected one of {', '.join(RULES)}", param_hint="--rule")
+    if drafter and drafter not in DRAFTERS:
+        raise typer.BadParameter(f"{drafter!r}; expected one of {', '.join(DRAFTERS)}", param_hint="--drafter")
+    if heads:
+        look_at(heads)
 
     transformers_logging.disable_progress_bar()  # of loading weights: it would stand between the texts
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -96,7 +99,6 @@ def generate(
         sources.append(Speculator.from_pretrained(heads, model, tokenizer=tokenizer, also=[drafter], **options))
     elif drafter:
         sources.append(Speculator(model, drafter, **options))
-    named = _named_prompts(prompt, prompts)
     inputs = [(name, _ids(text, tokenizer, raw).to(device)) for name, text in named]
     options = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
     if temperature > 0:
@@ -107,13 +109,27 @@ def generate(
         _stream(sources[-1], tokenizer, inputs, options, seed, show_tree)
 
 
+def _check_compare(compare: bool, show_tree: bool, save: Path | None) -> None:
+    """Raises BadParameter for options that do not go with --compare, or with its absence."""
+    if save is not None and not compare:
+        raise typer.BadParameter("figures are those of --compare: give that too", param_hint="--save")
+    if save is not None and not save.parent.is_dir():
+        raise typer.BadParameter(f"{save.parent} is not there: make that folder first", param_hint="--save")
+    if show_tree and compare:
+        raise typer.BadParameter(
+            "a tree is drawn of a text that streams: leave out --compare", param_hint="--show-tree"
+        )
+
+
 def _named_prompts(prompt: list[str] | None, prompts: Path | None) -> list[tuple[str, str]]:
-    """(name, text) of every prompt: of a file, the first user turn of each row."""
+    """(name, text) of every prompt: of a file, the first user turn of each row. Raises ValueError where it has none."""
     if prompts is None:
         return [(f"prompt {i + 1}", text) for i, text in enumerate(prompt or [])]
     from headstart.train.conversations import load_conversations
 
-    rows, _ = load_conversations([prompts], trainable=False)
+    rows, report = load_conversations([prompts], trainable=False)
+    if not rows:
+        raise ValueError(f"{prompts} holds no prompt; expected rows with a user turn: {report}")
     return [(row.id, next(m["content"] for m in row.messages if m["role"] == "user")) for row in rows]
 
 

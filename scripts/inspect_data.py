@@ -52,7 +52,10 @@ def inspect(
     conversations, read = load_conversations(data)
     if not conversations:
         raise ValueError(f"{', '.join(data)}: no conversation to look at:\n{read}")
-    tokenizer = load_tokenizer(target)
+    try:
+        tokenizer = load_tokenizer(target)
+    except (ValueError, OSError) as error:
+        raise ValueError(f"no tokenizer for the target {target!r}, say where it is with --target: {error}") from error
     arguments = json_object(template_kwargs, "--template-kwargs")
     options: dict[str, Any] = {"max_length": max_length, "train_on": train_on, "template_kwargs": arguments}
     masked, made = encode(conversations, tokenizer, **options)

@@ -21,6 +21,7 @@ def train(
     try:
         from headstart.train.__main__ import main
         from headstart.train.launch import launch
+        from headstart.train.recipe_file import load_recipe
     except ModuleNotFoundError as missing:
         if (missing.name or "").startswith("headstart"):
             raise
@@ -28,4 +29,7 @@ def train(
             f"training needs the package {missing.name}, which is not installed. pip install 'headstart-llm[train]'"
         ) from missing
     arguments = [recipe, *(overrides or [])]
-    raise typer.Exit(main(arguments) if num_processes == 1 else launch(num_processes, arguments))
+    if num_processes == 1:
+        raise typer.Exit(main(arguments))
+    load_recipe(recipe, overrides or [])  # what is wrong is told here once, not by every process
+    raise typer.Exit(launch(num_processes, arguments))

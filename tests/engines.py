@@ -173,7 +173,8 @@ def chain(
 
 
 def medusa_vllm(folder: Path, target: Any, ids: Tensor, depth: int, engine: str) -> list[int]:
-    """vLLM's Medusa: the top token of every head."""
+    """vLLM's Medusa (0.32): the top token of every head. The token map counts for a smaller vocabulary alone, and that
+    loads for one output of all heads alone."""
     files = Folder(folder)
     config, tensors = files.config, files.tensors
     feature, guesses = Taps(target, ids[:-1]).last[-1], []
@@ -182,10 +183,12 @@ def medusa_vllm(folder: Path, target: Any, ids: Tensor, depth: int, engine: str)
         for index in range(config["num_hidden_layers"]):
             name = f"blocks.{head}.layers.{index}"
             x = x + silu(x @ tensors[f"{name}.weight"].T + (tensors[f"{name}.bias"] if config["medusa_fc_bias"] else 0))
-        logits = x @ tensors[f"lm_heads.{0 if config['original_lm_head'] else head}.weight"].T
-        assert len(logits) == config["truncated_vocab_size"]
-        best = int(logits.argmax())
-        guesses.append(int(tensors["token_map"][best]) if "token_map" in tensors else best)
+        rows = tensors[f"lm_heads.{0 if config['original_lm_head'] else head}.weight"]
+        cut = config["truncated_vocab_size"] < config["vocab_size"]
+        rows = rows[tensors["token_map"]] if cut else rows
+        assert len(rows) == config["truncated_vocab_size" if config["original_lm_head"] else "vocab_size"]
+        best = int((x @ rows.T).argmax())
+        guesses.append(int(tensors["token_map"][best]) if cut else best)
     return guesses[:depth]
 
 

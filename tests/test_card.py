@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +13,10 @@ import yaml
 from headstart.heads import FAMILIES, HeadsConfig, load_heads
 from headstart.train.card import card
 from headstart.train.hub import staged
-from headstart.train.provenance import portable, read_log
+from headstart.train.provenance import data_facts, portable, read_log
 from headstart.train.recipe import Recipe
-from tests.heads_folder import FILES, NAME, small_run
+from tests.heads_folder import FILES, NAME
 from tests.toys import llama
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return small_run(tmp_path_factory.mktemp("run"))
-
-
-@pytest.fixture
-def folder(trained: Path, tmp_path: Path) -> Path:
-    """A copy of it that a test may change."""
-    return Path(shutil.copytree(trained, tmp_path / "heads"))
-
 
 # what a run leaves behind ---------------------------------------------------------------------------------------------
 
@@ -73,12 +60,41 @@ def test_a_log_of_a_run_that_went_on_holds_each_step_once(tmp_path: Path) -> Non
     ]  # fmt: skip
 
 
+def test_a_log_of_a_run_that_went_back_knows_nothing_of_later_steps(tmp_path: Path) -> None:
+    """As one that was begun anew in the folder of a longer one, or stopped short of where it had been."""
+    lines = [{"step": 50, "loss": 9.0}, {"step": 300, "loss": 9.0}, {"step": 300, "tokens_per_pass": 9.0}]
+    lines += [{"step": 100, "loss": 2.0}, {"step": 100, "tokens_per_pass": 1.2}, {"step": 150, "loss": 1.0}]
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert read_log(tmp_path / "log.jsonl") == [lines[0], *lines[3:]]
+
+
+def test_answers_named_by_their_file_bring_their_provenance_too(tmp_path: Path) -> None:
+    (tmp_path / "provenance.json").write_text(json.dumps({"target": "toy"}))
+    for name in ("answers.jsonl", "others.jsonl"):
+        (tmp_path / name).write_text(json.dumps({"prompt": "x", "answer": "y"}) + "\n")
+    data = {"train": [str(tmp_path / "answers.jsonl"), str(tmp_path / "others.jsonl")]}
+    recipe = Recipe.model_validate({"target": "toy", "out": "out", "data": data})
+    found = {source["name"]: source.get("made_by") for source in data_facts(recipe, [])["sources"]}
+    assert found == {"answers.jsonl": {"target": "toy"}, "others.jsonl": None}
+
+
 def test_places_become_names_and_nothing_else_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "out" / "answers").mkdir(parents=True)
     kept = {"d": "MIT / Apache-2.0", "e": 3, "f": None}
     told = {"a": "/home/ann/x.jsonl", "b": ["out/answers", "org/model"], "c": r"C:\data\y"}
+    assert portable({"licenses": {"/nfs/ann/x.jsonl": "MIT"}}) == {"licenses": {"x.jsonl": "MIT"}}
+    assert portable(["file:///nfs/ann/x", "~ann/data/y"]) == ["x", "y"]
     assert portable(told | kept) == {"a": "x.jsonl", "b": ["answers", "org/model"], "c": "y"} | kept
+
+
+def test_licences_are_found_by_name_and_by_place(tmp_path: Path) -> None:
+    file = tmp_path / "chats.jsonl"
+    file.write_text("{}\n")
+    for key in ("chats.jsonl", str(file)):
+        data = {"train": [str(file)], "licenses": {key: "MIT"}}
+        recipe = Recipe.model_validate({"target": "toy", "out": "out", "data": data})
+        assert data_facts(recipe, [])["sources"][0]["license"] == "MIT"
 
 
 # the card -------------------------------------------------------------------------------------------------------------
@@ -132,6 +148,15 @@ def test_heads_without_a_run_have_a_card_without_figures(tmp_path: Path) -> None
     assert not re.search(r"tokens per pass|## (Measured|Training|Benchmark)", text)
 
 
+def test_heads_that_go_with_an_adapter_say_so(tmp_path: Path) -> None:
+    heads = FAMILIES["medusa"].from_target(llama())
+    heads.config.adapter = "0123456789abcdef"
+    heads.save_pretrained(tmp_path)
+    text = card(tmp_path)
+    assert "frozen" not in text and "together with an adapter on a llama model" in text
+    assert "what the adapted target alone would have written" in text and "`0123456789abcdef`" in text
+
+
 def benchmark(folder: Path, **changes: Any) -> dict[str, Any]:
     """A file as `headstart bench --save` writes it, measured by these heads."""
     from headstart.heads.adapter import digest
@@ -169,7 +194,7 @@ def test_benchmarks_of_these_heads_are_on_the_card_with_their_protocol(folder: P
     found = staged(folder, NAME)
     (bench,) = [item for item in found.items if item.path == "bench.json"]
     assert b"somebody" not in bench.read() and str(folder).encode() not in bench.read()
-    assert any(reason.startswith("bench.md") for reason in found.left_out)
+    assert "bench.md: its figures are in bench.json" in found.left_out
 
 
 def test_benchmarks_of_other_heads_are_not_on_the_card(folder: Path) -> None:

@@ -48,11 +48,32 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(tmp_path: Path, caplog: p
     assert "step-000002 is damaged" in caplog.text
 
 
+def test_a_damaged_checkpoint_takes_no_place_of_whole_ones(tmp_path: Path) -> None:
+    """A run that goes on before it keeps what it saves, and is not measured against what nobody can load."""
+    save(tmp_path, 5)
+    file = save(tmp_path, 10, score=9.0) / "heads" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:100])
+    save(tmp_path, 6, keep=1)
+    found = checkpoint.latest(tmp_path, "d")
+    assert found is not None and found.step == 6
+    assert checkpoint.best(tmp_path) is None and checkpoint.beats_all(1.0, tmp_path)
+
+
 def test_another_run_is_refused_and_untouched(tmp_path: Path) -> None:
     folder = save(tmp_path, 1)
     with pytest.raises(ValueError, match="another out=FOLDER"):
         checkpoint.latest(tmp_path, "other")
     assert folder.is_dir()
+
+
+def test_a_run_that_cannot_go_on_is_told_before_anything_is_loaded(tmp_path: Path) -> None:
+    checkpoint.check_folder(tmp_path, "r", resume=False)
+    save(tmp_path, 1, "r-data")
+    checkpoint.check_folder(tmp_path, "r", resume=True)
+    with pytest.raises(ValueError, match="go on with resume=true"):
+        checkpoint.check_folder(tmp_path, "r", resume=False)
+    with pytest.raises(ValueError, match="another recipe"):
+        checkpoint.check_folder(tmp_path, "data", resume=True)
 
 
 def test_the_best_is_kept_beside_the_newest(tmp_path: Path) -> None:

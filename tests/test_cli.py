@@ -98,6 +98,12 @@ def test_an_error_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -
         cli.main()
 
 
+def test_a_wrong_recipe_is_told_before_processes_are_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headstart.train.launch.launch", lambda *_: pytest.fail("processes were started"))
+    result = CliRunner().invoke(cli.app, ["train", str(tmp_path / "absent.yaml"), "--num-processes", "2"])
+    assert isinstance(result.exception, ValueError) and "no recipe at" in str(result.exception)
+
+
 def fails_with(error: Exception) -> object:
     def app() -> None:
         raise error

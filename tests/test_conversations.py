@@ -225,6 +225,23 @@ def test_odd_rows_are_skipped_with_a_reason(tmp_path: Path, row: dict[str, Any],
     assert names == ["rows.jsonl:1"]
 
 
+def test_half_surrogates_anywhere_skip_the_row_and_can_be_told(tmp_path: Path) -> None:
+    half = "\ud83d"
+    rows = [
+        GOOD,
+        {**GOOD, "id": half},
+        {**GOOD, "id": "tools", "tools": [{"name": half}]},
+        {**GOOD, "id": "kwargs", "chat_template_kwargs": {"mode": half}},
+        call_row({"city": half}) | {"id": "call"},
+        {"id": "role", "messages": [{"role": half, "content": "x"}]},
+        {**GOOD, "note": half, "id": "elsewhere"},
+    ]
+    kept, report = load(tmp_path, rows)
+    assert [row.id for row in kept] == ["good", "elsewhere"]
+    assert sorted(map(len, report.skipped.values())) == [1, 4]
+    assert "\\ud83d" in str(report) and str(report).encode()
+
+
 def test_rows_without_an_id_are_known_by_their_content(tmp_path: Path) -> None:
     bare = {"messages": HELLO_HI}
     other = {"prompt": "Hello", "answer": "Ho"}

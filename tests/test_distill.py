@@ -170,6 +170,31 @@ def test_ids_that_clash_and_prompts_given_twice(babbler: Any, tmp_path: Path) ->
     assert list(report.changed.values()) == [["7"]]
 
 
+def test_prompts_of_one_id_are_told_apart_over_runs(babbler: Any, tmp_path: Path) -> None:
+    """Sources that number their rows from 0 on, given one after the other, together, and alone again."""
+
+    def run(folder: str, *sources: list[Conversation]) -> list[str]:
+        prompts = [prompt for source in sources for prompt in source]
+        report = distill(babbler, byte_tokenizer(), prompts, tmp_path / folder, max_new_tokens=4, temperatures=[0])
+        assert report.kept == len(rows(tmp_path / folder))
+        return sorted(row["messages"][0]["content"] for row in rows(tmp_path / folder).values())
+
+    one, other = asks("a", "b"), asks("c", "d")
+    assert run("grown", one) == ["a", "b"]
+    assert run("grown", other) == run("grown", one, other) == run("grown", other, one) == ["a", "b", "c", "d"]
+    assert run("grown", one) == run("grown", other) == ["a", "b", "c", "d"]
+    assert run("whole", one, other) == run("whole", one) == run("whole", other) == ["a", "b", "c", "d"]
+
+
+def test_a_dropped_prompt_stands_for_no_other_of_its_id(tmp_path: Path) -> None:
+    prompts = [prompt._replace(id="7") for prompt in asks("x", "y")]
+    for prompt in prompts * 2:
+        distill(speller(b""), byte_tokenizer(), [prompt], tmp_path, max_new_tokens=4)
+    lines = [line.split("\t") for line in (tmp_path / "dropped.tsv").read_text(encoding="utf-8").splitlines()]
+    assert [key.split("#")[0] for key, _, _ in lines] == ["7", "7"]
+    assert {reason for _, reason, _ in lines} == {"the answer is empty"}
+
+
 @pytest.mark.parametrize(
     "options", [{"max_new_tokens": 0}, {"batch_size": 0}, {"temperatures": []}, {"temperatures": [-1]}]
 )
@@ -238,7 +263,13 @@ def test_the_command(tmp_path: Path) -> None:
     for more, told in [
         (["--dtype", "int3"], "expected one of auto, bfloat16"),
         (["--self"], "not both"),
-        (["--served-model", "m"], "--served-model is with it"),
+        (["--served-model", "m"], "--concurrency are with it"),
+        (["--server-args", '{"top_k": 1}'], "--concurrency are with it"),
+        (["--concurrency", "4"], "--concurrency are with it"),
+        (["--server", "http://localhost/v1", "--batch-size", "4"], "are without --server"),
+        (["--limit", "-1"], "greater than or equal to"),
+        (["--max-new-tokens", "0"], "greater than or equal to"),
+        (["--temperature", "-1"], "greater than or equal to"),
         (["--server", "http://localhost/v1", "--device", "cpu"], "are without --server"),
         (["--template-kwargs", "[1]"], "expected a JSON object"),
         (["--template-kwargs", "{"], "is no JSON"),

@@ -121,6 +121,19 @@ def test_text_is_coloured_by_pass_and_characters_come_out_whole() -> None:
     assert "5 or more" in written(legend())
 
 
+def test_half_a_character_after_a_line_end_waits_for_its_other_half() -> None:
+    """FC-028."""
+    tokenizer, file = byte_tokenizer(), io.StringIO()
+    ids = tokenizer("a\né", add_special_tokens=False)["input_ids"]
+    stream = PassStreamer(tokenizer, Console(file=file, force_terminal=False))
+    stream.put(torch.tensor([[1]]))
+    for given in (ids[:3], ids[3:]):
+        stream.put(torch.tensor(given))
+        stream.passed(len(given))
+    stream.end()
+    assert file.getvalue() == "a\né\n"
+
+
 def test_a_long_line_is_not_broken() -> None:
     tokenizer, file = byte_tokenizer(), io.StringIO()
     stream = PassStreamer(tokenizer, Console(file=file, force_terminal=True, width=20))

@@ -12,6 +12,8 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from headstart.heads import FAMILIES, load_heads
+from headstart.heads.formats import export_heads
+from headstart.infer.embedded import load_target
 from headstart.scripts.cli import app
 from headstart.train.joint import join, save
 from tests import engines
@@ -27,6 +29,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("export")
     target = llama(num_hidden_layers=8)
     target.save_pretrained(root / "target")
+    settings = {"do_sample": False, "temperature": 0.9, "top_p": 0.6, "eos_token_id": 2}  # FC-058: not to be saved
+    (root / "target" / "generation_config.json").write_text(json.dumps(settings))
     byte_tokenizer().save_pretrained(root / "target")
     disturbed(FAMILIES["eagle3"].from_target(target, draft_ids=DRAFT)).save_pretrained(root / "eagle3")
     heads = disturbed(FAMILIES["medusa"].from_target(target, num_draft_heads=3))
@@ -63,16 +67,46 @@ def test_what_cannot_go_there_is_one_error_before_anything_is_loaded(root: Path,
     assert isinstance(done.exception, ValueError) and "takes medusa heads" in str(done.exception)
 
 
+def test_nothing_is_loaded_for_an_export_that_has_no_room(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headstart.infer.embedded.load_target", lambda *a, **k: pytest.fail("the target was loaded"))
+    (tmp_path / "notes.txt").write_text("mine")
+    done = run("export", root / "eagle3", "--to", "vllm", "--target", root / "target", "--out", tmp_path)
+    assert isinstance(done.exception, ValueError) and "is not empty" in str(done.exception)
+    done = run("import", tmp_path, "--target", root / "target", "--out", tmp_path / "out")
+    assert isinstance(done.exception, ValueError) and "holds no config.json" in str(done.exception)
+
+
+def test_the_embedded_target_is_named_as_engines_find_it(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heads = FAMILIES["medusa"].from_target(llama(num_hidden_layers=8))
+    heads.config.target_name, heads.config.target_revision = "smollm2", ""
+    heads.save_pretrained(tmp_path / "embedded")
+    assert run("export", tmp_path / "embedded", "--to", "medusa", "--out", tmp_path / "one").exit_code == 0
+    found = json.loads((tmp_path / "one" / "config.json").read_text())
+    assert found["base_model_name_or_path"] == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    heads.config.target_name, heads.config.target_revision = "org/model", "c" * 40
+    heads.save_pretrained(tmp_path / "named")
+    assert run("export", tmp_path / "named", "--to", "medusa", "--out", tmp_path / "two").exit_code == 0
+    found = json.loads((tmp_path / "two" / "config.json").read_text())  # FC-065
+    assert (found["base_model_name_or_path"], found["base_model_revision"]) == ("org/model", "c" * 40)
+
+
 @pytest.mark.parametrize("to", ["vllm", "medusa"])
 def test_medusa_2_goes_with_its_target_merged(root: Path, tmp_path: Path, to: str) -> None:
     out = tmp_path / "out"
     words = ["export", root / "medusa2" / "heads", "--to", to, "--out", out, "--target", root / "target"]
-    done = run(*words)
-    assert isinstance(done.exception, ValueError) and "give --target and --adapter" in str(done.exception)
+    for target in (root / "target", "org/by-its-name"):
+        done = run(*words[:-1], target)
+        assert isinstance(done.exception, ValueError) and "give --target and --adapter" in str(done.exception)
     done = run(*words, "--adapter", root / "medusa2" / "adapter")
     assert done.exit_code == 0, done.output
     assert json.loads((out / "heads" / "config.json").read_text())["base_model_name_or_path"] == "target"
 
+    settings = json.loads((root / "target" / "generation_config.json").read_text())
+    assert json.loads((out / "target" / "generation_config.json").read_text()).items() >= settings.items()
     target: Any = llama(num_hidden_layers=8)
     heads = load_heads(str(root / "medusa2" / "heads"))
     bare = [drafts(heads, target, ids, 3)[0] for ids in texts()]
@@ -83,6 +117,19 @@ def test_medusa_2_goes_with_its_target_merged(root: Path, tmp_path: Path, to: st
     engine = engines.medusa_vllm if to == "vllm" else engines.medusa_faster
     guesses = [engine(out / "heads", whole.double(), ids, 3, to) for ids in texts()]
     assert guesses == [drafts(heads, target, ids, 3)[0] for ids in texts()] != bare
+
+
+def test_imported_heads_call_the_target_as_it_was_asked_for(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The embedded target lies in a cache folder whose name says nothing to anybody."""
+    loaded = load_target(str(root / "target"))
+    monkeypatch.setattr("headstart.infer.embedded.load_target", lambda name, **_: loaded)
+    target = llama(num_hidden_layers=8)
+    export_heads(FAMILIES["eagle"].from_target(target), "vllm", tmp_path / "theirs", base="smollm2")
+    done = run("import", tmp_path / "theirs", "--target", "smollm2", "--out", tmp_path / "ours")
+    assert done.exit_code == 0 and "note" not in done.stderr, done.output
+    assert load_heads(str(tmp_path / "ours")).config.target_name == "smollm2"
 
 
 def test_another_adapter_is_refused(root: Path, tmp_path: Path) -> None:

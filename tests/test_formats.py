@@ -341,6 +341,12 @@ def test_rotary_scaling_goes_along(to: str, tmp_path: Path) -> None:
     assert (back.config.layer or {})["rope_parameters"] == LLAMA3
 
 
+def test_blocks_that_fasterdecodings_own_code_makes_one_are_told(tmp_path: Path) -> None:
+    for name, told in (("medusa-faster-v1", 1), ("medusa-faster-v2", 0)):
+        _, notes = export_heads(CASES[name].make(), "medusa", tmp_path / name, target_of("llama8"))
+        assert sum("one module of the 2 blocks" in note for note in notes) == told
+
+
 def test_a_draft_vocabulary_that_stays_behind_is_told(tmp_path: Path) -> None:
     heads = Case("eagle", "vllm", EAGLE1).make()
     _, notes = export_heads(heads, "vllm", tmp_path)
@@ -437,6 +443,9 @@ def test_pickles_that_are_more_than_tensors_are_refused(tmp_path: Path) -> None:
     torch.save({"0.0.linear.weight": print}, tmp_path / "medusa_lm_head.pt")
     with pytest.raises(ValueError, match="no file of plain tensors"):
         import_heads(tmp_path, target_of(case.target))
+    torch.save([torch.zeros(2)], tmp_path / "medusa_lm_head.pt")
+    with pytest.raises(ValueError, match="holds list, expected tensors by name"):
+        import_heads(tmp_path, target_of(case.target))
 
 
 Config = dict[str, Any]
@@ -452,6 +461,11 @@ WRONG_CONFIGS: dict[str, tuple[str, Callable[[Config], Any], str]] = {
         "eagle3-sglang",
         lambda c: c["eagle_config"].update(eagle_aux_hidden_state_layer_ids=None),
         "=null.*--layer",
+    ),
+    "a null id": (
+        "eagle3-vllm",
+        lambda c: c.update(eagle_aux_hidden_state_layer_ids=[2, None, 5]),
+        r"=\[2, null, 5\].*--layer",
     ),
     "two conventions": ("eagle3-sglang", nested_ids, "contradicts itself.*one less"),
     "too many ids": (
@@ -488,6 +502,13 @@ WRONG_CONFIGS: dict[str, tuple[str, Callable[[Config], Any], str]] = {
         lambda c: c["transformer_layer_config"].update(attention_bias=True),
         "missing: layers.0.self_attn.q_proj.bias",
     ),
+    "half turned": ("eagle3-sglang", lambda c: c.update(partial_rotary_factor=0.5), "partial_rotary_factor=0.5"),
+    "half turned, nested": (
+        "eagle3-vllm",
+        lambda c: c["transformer_layer_config"]["rope_parameters"].update(partial_rotary_factor=0.5),
+        "partial_rotary_factor=0.5",
+    ),
+    "bias": ("eagle-vllm", lambda c: c.update(bias=True), r"missing: fc.bias"),
     "unknown arch": ("eagle-vllm", lambda c: c.update(architectures=["BertModel"]), "BertModel.*known are"),
     "hydra": ("eagle-vllm", lambda c: c.update(hydra_num_heads=4), "Hydra"),
     "ours": ("eagle-vllm", lambda c: c.update(model_type="headstart"), "already"),

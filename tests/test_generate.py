@@ -76,11 +76,23 @@ def test_a_file_of_prompts_gives_a_row_each(folder: Path, tmp_path: Path) -> Non
         (["x", "--temperature", "-1"], "expected 0"),
         (["x", "--temperature", "nan"], "expected 0"),
         (["x", "--dtype", "int8"], "bfloat16"),
-        (["x", "--nodes", "0"], "at least 1"),
+        (["x", "--nodes", "0"], "greater than or equal to 1"),
+        (["x", "--depth", "-1"], "greater than or equal to 0"),
+        (["x", "--max-new-tokens", "0"], "greater than or equal to 1"),
+        (["x", "--drafter", "lookup"], "expected one of prompt-lookup"),
+        (["x", "--heads", "no/where"], "cannot load heads from 'no/where'"),
+        (["x", "--compare", "--save", "no/where.json"], "no is not there"),
+        (["--prompts", "nothing.jsonl"], "no such file"),
+        (["--prompts", "EMPTY"], "holds no prompt; expected rows with a user turn"),
     ],
 )
-def test_bad_options_are_refused_with_what_is_expected(folder: Path, args: list[str], said: str) -> None:
-    code, _, err = run(folder, *args)
+def test_bad_options_are_refused_with_what_is_expected_before_the_target_is_loaded(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, args: list[str], said: str
+) -> None:
+    monkeypatch.setattr("headstart.infer.embedded.load_target", lambda *a, **k: pytest.fail("the target was loaded"))
+    empty = tmp_path / "prompts.jsonl"
+    empty.write_text('{"id": "s", "messages": [{"role": "system", "content": "S"}]}\n')
+    code, _, err = run(folder, *(str(empty) if arg == "EMPTY" else arg for arg in args))
     assert code != 0
     assert said in " ".join(err.replace("│", " ").split())
 

@@ -272,6 +272,33 @@ def test_the_target_is_recognised(default: Kind) -> None:
         heads.check_target(llama(vocab_size=64))
 
 
+def test_a_fine_tuned_target_with_the_same_output_is_told_by_its_name() -> None:
+    target = llama()
+    target.config.name_or_path = "org/base"
+    heads = FAMILIES["medusa"].from_target(target)
+    with torch.no_grad():
+        target.model.layers[1].mlp.down_proj.weight.add_(1.0)
+    assert heads.check_target(target) == []  # by its rows and its name it is the same
+    target.config.name_or_path = "org/tuned"
+    (note,) = heads.check_target(target)
+    assert "org/base" in note and "org/tuned" in note
+
+
+def test_a_target_cast_to_float16_is_no_other_one_for_sure() -> None:
+    target = llama(initializer_range=0.02)  # small numbers, to which float16 is coarser than bfloat16
+    heads = FAMILIES["medusa"].from_target(target)
+    (note,) = heads.check_target(target.half())
+    assert "or the same ones cast to float16" in note
+    assert "float16" not in heads.check_target(llama(seed=1))[0]
+
+
+@pytest.mark.parametrize("name", ["medusa", "hydra"])
+def test_heads_of_one_hidden_state_are_not_made_for_two(name: str) -> None:
+    said = rf"features=\[1, 3\]: {name} heads read one hidden state; one index in 0\.\.4"
+    with pytest.raises(ValueError, match=said):
+        FAMILIES[name].from_target(llama(), features=[1, 3])
+
+
 @pytest.mark.parametrize(
     "model",
     [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +18,7 @@ from headstart.infer.speculator import Speculator
 from headstart.scripts import cli
 from headstart.train import hub as heads_hub
 from headstart.train.recipe_file import load_recipe
-from tests.heads_folder import FILES, NAME, loopback, small_run
+from tests.heads_folder import FILES, NAME, loopback
 from tests.hub_server import DROP, OWNER, READER, Fault, Hub
 from tests.toys import llama
 
@@ -28,17 +27,6 @@ from tests.toys import llama
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
     with loopback(monkeypatch, tmp_path) as server:
         yield server
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return small_run(tmp_path_factory.mktemp("run"))
-
-
-@pytest.fixture
-def folder(trained: Path, tmp_path: Path) -> Path:
-    """A copy of it that a test may change."""
-    return Path(shutil.copytree(trained, tmp_path / "heads"))
 
 
 @pytest.fixture(scope="module")

@@ -112,6 +112,9 @@ def test_whose_tokens_must_be_known(folder: Path, tmp_path: Path) -> None:
     assert "1 kept, 0 skipped" in shown(alone, "--target", folder / "toy")
     (tmp_path / "provenance.json").write_text(json.dumps({"target": {"name": "of heads"}}))
     assert CliRunner().invoke(APP, [str(alone)]).exit_code == 2
+    (tmp_path / "provenance.json").write_text(json.dumps({"target": "somewhere/else"}))
+    elsewhere = CliRunner().invoke(APP, [str(alone)])
+    assert "no tokenizer for the target 'somewhere/else', say where it is with --target" in str(elsewhere.exception)
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"messages": []}\n')
     refused = CliRunner().invoke(APP, [str(bad), "--target", str(folder / "toy")])

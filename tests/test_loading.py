@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -12,19 +11,8 @@ from headstart.heads import load_heads
 from headstart.infer.speculator import Speculator
 from headstart.train.hub import staged
 from tests.byte_tokenizer import byte_tokenizer
-from tests.heads_folder import NAME, small_run
+from tests.heads_folder import NAME
 from tests.toys import llama
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return small_run(tmp_path_factory.mktemp("run"))
-
-
-@pytest.fixture
-def folder(trained: Path, tmp_path: Path) -> Path:
-    """A copy of it that a test may change."""
-    return Path(shutil.copytree(trained, tmp_path / "heads"))
 
 
 def test_a_tokenizer_of_other_tokens_is_a_warning_that_names_both(trained: Path) -> None:
@@ -53,6 +41,9 @@ def break_it(folder: Path, how: str) -> None:
         "null layer ids": {"features": None},
         "a null layer id": {"features": [None]},
         "a layer id outside": {"features": [5]},
+        "two layer ids": {"features": [1, 4]},
+        "no layer": {"family": "eagle3"},
+        "half a layer": {"family": "eagle", "layer": {"hidden_size": 64}},
     }
     (folder / "config.json").write_text(json.dumps(config | changes.get(how, {})))
 
@@ -68,6 +59,9 @@ def break_it(folder: Path, how: str) -> None:
         ("null layer ids", r"features=None.*from 0 .* to 4"),
         ("a null layer id", r"features=\[None\]"),
         ("a layer id outside", r"features=\[5\]"),
+        ("two layer ids", r"features=\[1, 4\]: medusa heads read one hidden state"),
+        ("no layer", r"layer=None: .*hidden_size.* are missing"),
+        ("half a layer", r"layer=\{'hidden_size': 64\}: .* num_attention_heads, .* are missing"),
     ],
 )
 def test_what_is_broken_is_one_clear_error_before_any_decoding(folder: Path, how: str, said: str) -> None:

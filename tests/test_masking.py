@@ -218,6 +218,19 @@ def test_template_arguments_reach_the_template() -> None:
     assert fast.ids[:4] == prompt_ids(CHAT[:1], tokenizer, template_kwargs={"mode": "fast"})[:4]
 
 
+def test_marked_turns_with_calls_whose_arguments_a_template_joins_to_text() -> None:
+    template = TEMPLATE.replace(
+        "m['content'] + eos_token", "'' }}{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] + "
+        "(m.tool_calls[0].function.arguments if m.tool_calls else '') + eos_token }}{% endgeneration %}"
+        "{% else %}{{ m['content'] + eos_token }}{% endif %}{{ ''",
+    )  # fmt: skip
+    call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Bonn"}}}
+    calling = [CHAT[0], {"role": "assistant", "content": "", "tool_calls": [call]}]
+    tokenizer = byte_tokenizer(template=template)
+    assert spoken(tokenizer, render(calling, tokenizer)) == ['{"city": "Bonn"}</s>']
+    assert spoken(tokenizer, render(CHAT, tokenizer)) == ["yo</s>", "no é🚀</s>"]
+
+
 DROPS_FIRST = "{% set messages = messages[-2:] %}" + TEMPLATE
 DEPENDS = TEMPLATE.replace("eos_token +", "('' if m['content'] == 'yo' else '!') + eos_token +")
 TWICE = TEMPLATE.replace("m['content'] +", "m['content'] + m['content'] +")

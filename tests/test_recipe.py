@@ -27,6 +27,13 @@ def test_defaults_and_overrides(recipe: Path) -> None:
     assert loaded.data.train == [str(recipe.parent / "rows.jsonl")]
 
 
+def test_overrides_reach_into_what_is_null(recipe: Path) -> None:
+    recipe.write_text(MINIMAL + "  cache_layers: null\nwandb: null\njoint:\n")
+    loaded = load_recipe(recipe, ["data.cache_layers+=3", "wandb.project=p"])
+    assert loaded.data.cache_layers == [3] and loaded.wandb is not None and loaded.wandb.project == "p"
+    assert load_recipe(recipe, ["heads.family=eagle", "loss.regression=1"]).loss.regression == 1
+
+
 def test_data_is_found_beside_the_recipe_or_in_the_working_folder(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -50,6 +57,13 @@ def test_data_is_found_beside_the_recipe_or_in_the_working_folder(
         ("heads.num_draft_heads=0", r"greater than or equal to 1"),
         ("data.heldout=[rows.jsonl]", r"evaluation needs prompts of its own"),
         ("wandb={nam: x}", r"known here are \['mode', 'name', 'project'\]"),
+        ("heads.family=medusa9", r"heads: .*unknown head family 'medusa9'; known are \['eagle'"),
+        (
+            "heads={family: medusa, unroll: 3, dropout: 0.1}",
+            r"medusa heads have no dropout, unroll; they have features",
+        ),
+        ("loss.regression=1", r"medusa heads regress nothing: set loss.regression to 0"),
+        ("out+=x", r"out is 'out', \+= goes on a list"),
         ("optim", r"is not key=value"),
         ("target.x=1", r"target is not a section"),
     ],

@@ -8,9 +8,10 @@ import pytest
 
 from headstart.train.conversations import Conversation
 from headstart.train.masking import prompt_ids
+from headstart.train.sampler import Sampler
 from tests.answering import SIX, asks, babbler_target, distill, rows, speller
 from tests.byte_tokenizer import END, byte_tokenizer
-from tests.toys import chain
+from tests.toys import chain, llama
 
 
 @pytest.fixture(scope="module")
@@ -27,6 +28,20 @@ def test_sampling_is_from_the_whole_law(tmp_path: Path) -> None:
     distill(spied, byte_tokenizer(), asks(*map(str, range(400))), tmp_path, max_new_tokens=1, temperatures=[0.7])
     assert len({row["messages"][-1]["content"] for row in rows(tmp_path).values()}) > 85  # 94 in all; 400 draws see 93
     assert {config.temperature for config in given} == {0.7}
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [{"min_p": 0.9}, {"typical_p": 0.1}, {"epsilon_cutoff": 0.3}, {"eta_cutoff": 0.3}, {"top_k": 1, "top_p": 0.1}],
+)
+def test_the_targets_own_config_cuts_nothing_off(cut: dict[str, Any]) -> None:
+    def drawn(**config: Any) -> list[tuple[str, bool]]:
+        target = llama(num_hidden_layers=1, initializer_range=0.02)
+        target.generation_config.update(**config)
+        sampler = Sampler(target, byte_tokenizer())
+        return sampler.complete([70, 71], 64, closer="", max_new_tokens=1, temperature=1.0, seed=0)
+
+    assert drawn(**cut) == drawn()
 
 
 def test_several_user_turns_are_answered_in_turn(tmp_path: Path) -> None:

@@ -110,6 +110,19 @@ def test_rounds_without_a_turn_of_use_end_the_run(tmp_path: Path) -> None:
     assert len(scripted.rounds) == 1
 
 
+def test_answers_of_no_use_end_the_run(tmp_path: Path) -> None:
+    class Mute(Scripted):
+        def answer(self, asked: Sequence[Asked], done: Done, more: Any, report: Any, seed: int) -> None:
+            for one in asked:
+                done([one], [Answer(one.prompt.messages, True, 1, "the answer is empty")])
+
+    mute = Mute(*[[f"What is the number {i} about?", f"Why is {i} not a letter?"] for i in range(30)])
+    with pytest.raises(ValueError, match=r"\d+ answers in a row .* empty\. Look at .*dropped\.tsv; prompts"):
+        distill_self(mute, 3, tmp_path, turns=UserTurns(batch=2))
+    dropped = (tmp_path / "dropped.tsv").read_text().count("\n")
+    assert 2 * DRY <= dropped < 2 * DRY + 3
+
+
 @pytest.mark.parametrize(
     ("template", "prefix", "closer"),
     [

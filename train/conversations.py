@@ -53,10 +53,10 @@ class Report:
     changed: dict[str, list[str]] = field(default_factory=dict)
 
     def skip(self, reason: str, name: str) -> None:
-        self.skipped.setdefault(reason, []).append(name)
+        self.skipped.setdefault(_printable(reason), []).append(_printable(name))
 
     def change(self, what: str, name: str) -> None:
-        self.changed.setdefault(what, []).append(name)
+        self.changed.setdefault(_printable(what), []).append(_printable(name))
 
     def __str__(self) -> str:
         dropped = sum(len(names) for names in self.skipped.values())
@@ -119,6 +119,8 @@ def load_conversations(
                 name = own or place
                 messages = _trim(_messages(row, names), name, trainable, report)
                 tools, arguments = _parsed(row, "tools", list), _parsed(row, "chat_template_kwargs", dict)
+                if not _is_text([own, messages, tools, arguments]):
+                    raise Refused("the row holds half a surrogate pair, which no tokenizer takes")
             except Refused as refusal:
                 report.skip(str(refusal), name)
                 continue
@@ -128,6 +130,20 @@ def load_conversations(
         if reason.startswith("unknown role"):
             log.warning("%s: %d rows refused", reason, len(rows))
     return kept, report
+
+
+def _is_text(value: object) -> bool:
+    """Whether every string in a JSON value is valid Unicode."""
+    try:
+        json.dumps(value, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _printable(text: str) -> str:
+    """The text, with escapes for what no file or terminal takes."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _trim(messages: Messages, name: str, trainable: bool, report: Report) -> Messages:

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from headstart.heads.tie import vocabulary_fingerprint
-from headstart.train.answers import Answer, Answerer, Asked, Store, number
+from headstart.train.answers import DROPPED, Answer, Answerer, Asked, Store, number
 from headstart.train.conversations import Conversation, Report, message_hash
 from headstart.train.masking import MaskError
 from headstart.train.provenance import template_hash
-from headstart.train.selfplay import Turns, UserTurns, repeats
+from headstart.train.selfplay import DRY, Turns, UserTurns, repeats
 
 Progress = Callable[[int, int, int], None]  # prompts done, prompts in all, answer tokens of this run
 GREEDY_AND_WARM = (0.0, 0.8)
@@ -39,9 +39,10 @@ def distill(
     turn; it ends early where an answer is cut off. Raises ValueError if `out` holds answers that were made otherwise.
     """
     report = Report()
-    asked = _keyed(prompts, report)
+    told_apart = _by_id(prompts, report)
     settings = _settings(answerer, temperatures, seed, drop_loops) | {"user_turns": "given"}
     with Store(Path(out), settings, answerer.notes) as store:
+        asked = _keyed(told_apart, store.done)
         clerk = _Clerk(answerer, store, temperatures, seed, seconds, drop_loops, progress, report)
         clerk.answer(asked, len(asked), sum(key in store.done for key in asked))
         return clerk.close()
@@ -62,7 +63,7 @@ def distill_self(
     """Without any data: the target writes user turns, then answers them, until `out` holds `count` conversations.
 
     turns: how user turns are drawn and which are kept (`selfplay`). The rest is as in `distill`. Raises ValueError
-    where round after round yields no user turn of use.
+    where round after round yields no user turn, or no answer, of use.
     """
     if count < 1:
         raise ValueError(f"{count} conversations asked for; expected at least one")
@@ -70,14 +71,22 @@ def distill_self(
     settings = _settings(answerer, temperatures, seed, drop_loops) | {"user_turns": turns._asdict()}
     with Store(Path(out), settings, answerer.notes) as store:
         clerk = _Clerk(answerer, store, temperatures, seed, seconds, drop_loops, progress, report)
-        drawn = Turns(store.folder, answerer, turns, seed)
+        drawn, in_vain = Turns(store.folder, answerer, turns, seed), 0
         while store.kept < count and clerk.more():
-            waiting = [prompt for prompt in drawn.prompts if prompt.id not in store.done | clerk.put_off]
+            waiting = [prompt for prompt in drawn.prompts if prompt.id not in store.done.keys() | clerk.put_off]
             missing = count - store.kept
             if len(waiting) < missing:
                 drawn.extend()
                 continue
+            before = store.kept, len(store.dropped)
             clerk.answer({prompt.id: prompt for prompt in waiting[:missing]}, count)
+            in_vain = 0 if store.kept > before[0] else in_vain + len(store.dropped) - before[1]
+            if in_vain >= DRY * turns.batch:
+                last = list(store.dropped.values())[-1]
+                raise ValueError(
+                    f"{in_vain} answers in a row were of no use, the last one: {last}. Look at "
+                    f"{store.folder / DROPPED}; prompts in place of the target's own turns may help"
+                )
         for reason, names in drawn.refused.items():
             for name in names:
                 report.skip(f"user turn: {reason}", name)
@@ -165,8 +174,8 @@ def _settings(answerer: Answerer, temperatures: Sequence[float], seed: int, drop
     }
 
 
-def _keyed(prompts: Sequence[Conversation], report: Report) -> dict[str, Conversation]:
-    """Prompts by key: the id, with a hash behind it where one id names several; a repeated prompt counts once."""
+def _by_id(prompts: Sequence[Conversation], report: Report) -> dict[str, dict[str, Conversation]]:
+    """id -> digest -> prompt; a prompt given twice counts once."""
     named: dict[str, dict[str, Conversation]] = {}
     for prompt in prompts:
         if {m["role"] for m in prompt.messages} - {"system", "user"} or prompt.messages[-1]["role"] != "user":
@@ -176,8 +185,17 @@ def _keyed(prompts: Sequence[Conversation], report: Report) -> dict[str, Convers
         if digest in same:
             report.change("the same prompt twice, answered once", prompt.id)
         same[digest] = prompt
-    return {
-        (key if len(same) == 1 else f"{key}#{digest}"): prompt
-        for key, same in named.items()
-        for digest, prompt in same.items()
-    }
+    return named
+
+
+def _keyed(named: Mapping[str, Mapping[str, Conversation]], done: Mapping[str, str]) -> dict[str, Conversation]:
+    """Prompts by key: the id, with the digest behind it where the id names several, be it among these prompts or those
+    that are ``done`` (key -> digest). What was done under either keeps its key."""
+    keyed = {}
+    for name, same in named.items():
+        for digest, prompt in same.items():
+            own, alone = f"{name}#{digest}", len(same) == 1
+            if name in done:
+                alone = done[name] == digest or (alone and not done[name])
+            keyed[name if alone and own not in done else own] = prompt
+    return keyed

@@ -108,7 +108,7 @@ def staged(folder: Path, repo: str, *, license: str | None = None, secrets: Sequ
         if file.suffix in PICKLES:
             pickles.append(path)
         elif file.suffix == ".md" and file.with_suffix(".json").is_file() and read_benchmark(file.with_suffix(".json")):
-            left_out.append(f"{path}: its figures are in the model card")
+            left_out.append(f"{path}: its figures are in {file.with_suffix('.json').name}")
         elif file.suffix not in KEPT and file.name not in ("LICENSE", "NOTICE"):
             left_out.append(f"{path}: not a file of a heads folder")
         else:

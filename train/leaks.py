@@ -16,8 +16,10 @@ KEYS = re.compile(
     r"\bhf_[A-Za-z0-9]{20,}|\bsk-[A-Za-z0-9_-]{20,}|\bgh[pousr]_[A-Za-z0-9]{30,}|\bAKIA[0-9A-Z]{16}\b"
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----"
 )
+ROOTS = "home root Users mnt media tmp var data work workspace scratch opt srv private Volumes content kaggle dbfs"
+ROOTS += r" nfs net lustre gpfs beegfs ceph fsx efs raid storage export exports cluster project projects ssd\d* nvme\d*"
 PLACES = re.compile(
-    r"(?<![\w./:-])(?:/(?:home|root|Users|mnt|tmp|var|data|work|workspace|scratch|opt|srv)/|~/|[A-Za-z]:\\)"
+    rf"(?:(?<![\w./:-])|(?<=file:)/*)(?:/(?:{'|'.join(ROOTS.split())})/|~(?:[A-Za-z_][\w.-]*)?/|[A-Za-z]:\\)"
     r"""[^\s"'`,)}\]]+"""
 )
 

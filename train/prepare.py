@@ -13,18 +13,23 @@ from torch import Tensor
 
 from headstart.heads import DraftHeads, family
 from headstart.heads.vocab import choose, count_tokens, coverage
+from headstart.infer.probe import check_model
 from headstart.train.conversations import load_conversations
 from headstart.train.joint import Joint, join
-from headstart.train.masking import Masked, encode, prompt_ids
+from headstart.train.masking import Masked, MaskError, encode, prompt_ids
 from headstart.train.recipe import Recipe
 from headstart.train.tracking import Tracker
 
 
 def read_data(recipe: Recipe, target: Any, tokenizer: Any, tracker: Tracker) -> tuple[list[Masked], list[Tensor]]:
-    """Training rows with their masks, and held-out prompts as ids [P] each."""
+    """Training rows with their masks, and held-out prompts as ids [P] each.
+
+    Raises ValueError where nothing is left of the rows, or of prompts that were asked for.
+    """
+    limit = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    prompts = read_prompts(recipe, limit, tokenizer, tracker) if recipe.data.heldout else []
     conversations, report = load_conversations(recipe.data.train)
     tracker.say(f"training conversations: {report}")
-    limit = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
     rows, report = encode(
         conversations,
         tokenizer,
@@ -34,16 +39,30 @@ def read_data(recipe: Recipe, target: Any, tokenizer: Any, tracker: Tracker) -> 
     )
     supervised = sum(sum(row.supervised) for row in rows)
     tracker.say(f"training rows: {report}; {sum(len(r.ids) for r in rows)} tokens, {supervised} of them supervised")
-    prompts: list[Tensor] = []
-    if recipe.data.heldout:
-        held, report = load_conversations(recipe.data.heldout, trainable=False)
-        tracker.say(f"held-out prompts: {report}")
-        first = [[m["role"] for m in c.messages].index("user") + 1 for c in held]  # a system turn may stand before it
-        prompts = [
-            torch.tensor(prompt_ids(c.messages[:n], tokenizer, template_kwargs=c.template_kwargs, tools=c.tools))
-            for c, n in zip(held, first, strict=True)
-        ]
     return rows, prompts
+
+
+def read_prompts(recipe: Recipe, limit: int | None, tokenizer: Any, tracker: Tracker) -> list[Tensor]:
+    """Held-out prompts as ids [P] each, up to their first user turn; those that the template refuses, or that leave no
+    room for an answer below ``limit``, are skipped and named. Raises ValueError where none is left."""
+    held, report = load_conversations(recipe.data.heldout, trainable=False)
+    prompts, new = list[Tensor](), recipe.evaluate.max_new_tokens
+    for told in held:
+        first = [m["role"] for m in told.messages].index("user") + 1  # a system turn may stand before it
+        try:
+            ids = prompt_ids(told.messages[:first], tokenizer, template_kwargs=told.template_kwargs, tools=told.tools)
+        except MaskError as error:
+            report.skip(str(error), told.id)
+            continue
+        if limit is not None and len(ids) + new > limit:
+            report.skip(f"no room for {new} tokens: the target has {limit} positions", told.id)
+        else:
+            prompts.append(torch.tensor(ids))
+    report.kept = len(prompts)
+    tracker.say(f"held-out prompts: {report}")
+    if not prompts:
+        raise ValueError(f"data.heldout has no prompt to evaluate on; name others, or set it to []:\n{report}")
+    return prompts
 
 
 def put_aside(rows: Sequence[Masked], count: int) -> tuple[Sequence[Masked], Sequence[Masked]]:
@@ -62,8 +81,8 @@ def data_digest(rows: Sequence[Masked]) -> str:
 
 
 def make_heads(recipe: Recipe, target: Any, rows: Sequence[Masked], tracker: Tracker) -> DraftHeads:
-    """Fresh heads of the recipe's family, with a draft vocabulary counted on the training answers."""
-    options = recipe.heads.model_dump(exclude={"family", "draft_vocab_size"}, exclude_none=True)
+    """Fresh heads of the recipe's family, with a draft vocabulary counted on the training answers. Raises ValueError
+    for a target that cannot teach them: one whose logits are not its output layer's, or that takes no tree."""
     chosen = None
     if recipe.heads.draft_vocab_size is not None:
         counts = count_tokens(rows, target.config.get_text_config(decoder=True).vocab_size)
@@ -72,7 +91,10 @@ def make_heads(recipe: Recipe, target: Any, rows: Sequence[Masked], tracker: Tra
         chosen = choose(counts, recipe.heads.draft_vocab_size, always)
         share = coverage(counts, chosen)
         tracker.say(f"draft vocabulary: {chosen.numel()} of {counts.numel()} tokens, {share:.1%} of the answers")
-    heads = family(recipe.heads.family).from_target(target, draft_ids=chosen, seed=recipe.seed, **options)
+    heads = family(recipe.heads.family).from_target(
+        target, draft_ids=chosen, seed=recipe.seed, **recipe.heads.options()
+    )
+    check_model(target, tuple(heads.config.features or ()))  # decoding refuses it too, after the training
     heads.config.target_name = Path(recipe.target).name if Path(recipe.target).exists() else recipe.target
     parameters = sum(p.numel() for p in heads.parameters())
     reads = f"they read hidden states {heads.config.features}"

@@ -29,8 +29,9 @@ from headstart.train.recipe import Recipe
 from headstart.train.redact import redacted
 
 RECIPE, PROVENANCE, LOG, PLOTS = "recipe.yaml", "provenance.json", "log.jsonl", "plots"
+ANSWERS = "answers.jsonl"  # beside the provenance.json of `headstart distill`
 VERSION = 1  # of provenance.json
-ABSOLUTE = re.compile(r"/|~/|\.{1,2}/|[A-Za-z]:[\\/]")
+ABSOLUTE = re.compile(r"(file:/*)?(/|~[\w.-]*/|\.{1,2}/|[A-Za-z]:[\\/]|\\\\)")
 # sections that matter on this machine alone
 LOCAL: dict[str, Any] = {"out": True, "resume": True, "wandb": True, "tensorboard": True, "data": {"cache"}}
 
@@ -95,15 +96,19 @@ def describe(
 
 
 def read_log(path: Path) -> list[dict[str, float]]:
-    """The lines of a log.jsonl by step, training before evaluation. Where a run went on after a stop, and so told a
-    step twice, the last line holds; a line that a kill tore off is left out."""
+    """The lines of a log.jsonl by step, training before evaluation. Where a run went back to an earlier step, or to the
+    first, what was told of later ones is outdated; a line that a kill tore off is left out."""
     found: dict[tuple[float, bool], dict[str, float]] = {}
+    before = 0.0
     for text in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
         try:
             line = json.loads(text)
-            found[line["step"], is_evaluation(line)] = line
+            key = float(line["step"]), is_evaluation(line)
         except (ValueError, TypeError, KeyError):
             continue
+        if key[0] < before:
+            found = {told: kept for told, kept in found.items() if told[0] < key[0]}
+        found[key], before = line, key[0]
     return [found[key] for key in sorted(found)]
 
 
@@ -115,7 +120,7 @@ def is_evaluation(line: dict[str, float]) -> bool:
 def portable(value: Any) -> Any:
     """``value`` with every string in it that is a place on this machine reduced to its last name."""
     if isinstance(value, dict):
-        return {key: portable(inner) for key, inner in value.items()}
+        return {portable(key): portable(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
         return [portable(inner) for inner in value]
     if isinstance(value, str) and (ABSOLUTE.match(value) or ("/" in value and os.path.exists(value))):
@@ -196,9 +201,11 @@ def _source(name: str, licenses: Mapping[str, str]) -> dict[str, Any]:
         with file.open("rb") as data:
             while part := data.read(1 << 20):
                 digest.update(part)
-    told: dict[str, Any] = {"name": path.name, "license": licenses.get(path.name), "sha256": digest.hexdigest()}
-    if path.is_dir() and (path / PROVENANCE).is_file():
-        told["made_by"] = json.loads((path / PROVENANCE).read_text(encoding="utf-8"))
+    license = licenses.get(path.name, licenses.get(name))
+    told: dict[str, Any] = {"name": path.name, "license": license, "sha256": digest.hexdigest()}
+    beside = (path if path.is_dir() else path.parent) / PROVENANCE
+    if (path.is_dir() or path.name == ANSWERS) and beside.is_file():
+        told["made_by"] = json.loads(beside.read_text(encoding="utf-8"))
     return told
 
 

@@ -11,6 +11,8 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from headstart.heads import DraftHeads, family
+
 
 class Part(BaseModel):
     """A section of a recipe; a key it does not know is an error."""
@@ -51,6 +53,18 @@ class HeadsPart(Part):
     """EAGLE-1: noise on the features in training, published with 0.2."""
     draft_vocab_size: int | None = Field(default=None, ge=1)
     """Most frequent tokens of the training answers that the heads can say; null = all, through the target's output."""
+
+    @model_validator(mode="after")
+    def _options_are_the_familys(self) -> HeadsPart:
+        known = {"num_draft_heads", *family(self.family).options}
+        unknown = sorted(self.options().keys() - known)
+        if unknown:
+            raise ValueError(f"{self.family} heads have no {', '.join(unknown)}; they have {', '.join(sorted(known))}")
+        return self
+
+    def options(self) -> dict[str, Any]:
+        """What is given to ``from_target``, beside the draft vocabulary."""
+        return self.model_dump(exclude={"family", "draft_vocab_size"}, exclude_none=True)
 
 
 class DataPart(Part):
@@ -234,6 +248,13 @@ class Recipe(Part):
             raise ValueError("data.remember and data.cache keep features of a frozen target; joint trains it: drop it")
         if self.optim.fit_batches:
             raise ValueError("optim.fit_batches would solve anew for heads that joint.heads has trained: drop it")
+        return self
+
+    @model_validator(mode="after")
+    def _regression_has_a_regressor(self) -> Recipe:
+        nothing = family(self.heads.family).extra is DraftHeads.extra
+        if self.loss.regression and nothing and self.joint is None:  # with joint, the heads are not known yet
+            raise ValueError(f"{self.heads.family} heads regress nothing: set loss.regression to 0")
         return self
 
     def digest(self) -> str:

@@ -45,11 +45,15 @@ def _override(tree: dict[str, Any], text: str) -> None:
     append, *names = key.endswith("+"), *key.removesuffix("+").split(".")
     at: Any = tree
     for name in names[:-1]:
-        at = at.setdefault(name, {})
+        if at.get(name) is None:  # not there, or null
+            at[name] = {}
+        at = at[name]
         if not isinstance(at, dict):
             raise ValueError(f"override {text!r}: {name} is not a section")
-    parsed = _value(value)
-    at[names[-1]] = [*at.get(names[-1], []), parsed] if append else parsed
+    parsed, there = _value(value), at.get(names[-1]) or []
+    if append and not isinstance(there, list):
+        raise ValueError(f"override {text!r}: {names[-1]} is {there!r}, += goes on a list")
+    at[names[-1]] = [*there, parsed] if append else parsed
 
 
 def _value(text: str) -> Any:

@@ -17,13 +17,15 @@ from headstart.train.conversations import Conversation, Messages, Report
 from headstart.train.masking import MaskError, prompt_ids, render
 
 REPLACEMENT = "\ufffd"
+# `generate` takes what is left out from the target's own config
+OPEN = {"top_k": 0, "top_p": 1.0, "typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0}
 
 
 class Sampler:
     """Answers prompts turn by turn, each answer cut at its first end token.
 
-    Sampling cuts nothing off the tail (no top-k, no top-p). A batch is seeded by its prompts, so neither order nor
-    resuming changes what is drawn, and the global generator is left alone.
+    Sampling cuts nothing off the tail (OPEN), also where the target's generation config would. A batch is seeded by its
+    prompts, so neither order nor resuming changes what is drawn, and the global generator is left alone.
     """
 
     def __init__(
@@ -128,7 +130,9 @@ class Sampler:
         pad = next((i for i in (self.tokenizer.pad_token_id, *sorted(self.ends)) if i is not None), 0)
         ids = torch.tensor([[pad] * (width - len(p)) + p for p in prompts], device=self.target.device)  # [B, P]
         mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=ids.device)
-        sampling = {"temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
+        sampling: dict[str, Any] = {"temperature": temperature, **OPEN} if temperature else {}
+        if temperature and getattr(self.target.generation_config, "min_p", None):
+            sampling["min_p"] = 0.0  # not where it need not be: it sorts the vocabulary whatever it is
         config = GenerationConfig(
             max_new_tokens=length,
             do_sample=temperature > 0,

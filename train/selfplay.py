@@ -20,7 +20,7 @@ from headstart.train.template import Chat, user_prefix
 
 ROUNDS = Path("selfplay") / "rounds.jsonl"  # in a folder of its own: *.jsonl beside it are training data
 REPLACEMENT = "\ufffd"
-DRY = 8  # rounds one after the other without a turn of use before the run gives up
+DRY = 8  # rounds one after the other without a turn, or an answer, of use before the run gives up
 MANY_WORDS, FEW_OF_THEM = 12, 0.4  # a text of so many words, of which less than this share differ, repeats itself
 
 

@@ -7,7 +7,7 @@ is asked again, and if that does not help left for the next run; a server that i
 
 import asyncio
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import httpx
@@ -96,27 +96,28 @@ class Server:
     async def _answer_all(
         self, asked: Sequence[Asked], done: Done, more: Callable[[], bool], report: Report, seed: int
     ) -> None:
-        desk = _Desk(done, report)
         waiting = iter(sorted(asked, key=lambda one: number(seed, one.key)))  # cut short, it is a fair sample
 
-        async def work(client: httpx.AsyncClient) -> None:
+        async def work(client: httpx.AsyncClient, desk: _Desk) -> None:
             for one in waiting:
                 if not more():
                     return
                 try:
                     answer = await self._answer(client, one, report, number(seed, one.key))
                 except _Failed as error:
-                    desk.failed(one, error)
+                    await desk.failed(one, error)
                 else:
                     desk.answered(one, answer)
 
         try:
-            async with self._client() as client, asyncio.TaskGroup() as group:
-                for _ in range(min(self.concurrency, len(asked))):
-                    group.create_task(work(client))
+            async with self._client() as client:
+                desk = _Desk(done, report, lambda: self._takes_any(client))
+                async with asyncio.TaskGroup() as group:
+                    for _ in range(min(self.concurrency, len(asked))):
+                        group.create_task(work(client, desk))
+                await desk.close()
         except BaseExceptionGroup as several:
             raise several.exceptions[0] from several
-        desk.close()
 
     async def _answer(self, client: httpx.AsyncClient, one: Asked, report: Report, seed: int) -> Answer:
         """One conversation turn by turn; it ends early where an answer is cut off, empty, or calls a tool."""
@@ -124,11 +125,8 @@ class Server:
         while waiting and answer.finished and not answer.dropped:
             head = next(i for i, m in enumerate(waiting) if m["role"] == "user") + 1
             messages, waiting = answer.messages + waiting[:head], waiting[head:]
-            request = {
-                "messages": [_sent(m) for m in messages],
-                "max_tokens": self.max_new_tokens,
-                "seed": seed % 2**31,
-            }
+            request: dict[str, Any] = {"messages": [_sent(m) for m in messages], "max_tokens": self.max_new_tokens}
+            request["seed"] = seed % 2**31
             arguments = self.template_kwargs | (one.prompt.template_kwargs or {})
             request |= {"chat_template_kwargs": arguments} if arguments else {}
             request |= {"tools": one.prompt.tools} if one.prompt.tools else {}
@@ -142,6 +140,16 @@ class Server:
             if "tool_calls" in message:
                 break
         return answer
+
+    async def _takes_any(self, client: httpx.AsyncClient) -> bool:
+        """Whether the server answers the plainest of prompts with these settings."""
+        request: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": self.max_new_tokens}
+        request |= {"chat_template_kwargs": self.template_kwargs} if self.template_kwargs else {}
+        try:
+            await self._post(client, "/chat/completions", request, 1.0)
+        except _Failed:
+            return False
+        return True
 
     def _fault(self, prompt: Conversation, messages: Messages) -> str:
         """Why the last answer is no use, or ""."""
@@ -219,37 +227,46 @@ class Server:
 class _Desk:
     """Takes what comes back, and ends the run where nothing does."""
 
-    def __init__(self, done: Done, report: Report) -> None:
-        self.done, self.report = done, report
-        self.worked = False  # until then a refusal may be of the settings, and is not written down
-        self.refused: list[tuple[Asked, str]] = []
-        self.fruitless = 0
+    def __init__(self, done: Done, report: Report, takes_any: Callable[[], Awaitable[bool]]) -> None:
+        self.done, self.report, self.takes_any = done, report, takes_any
+        # until it has worked, a refusal may be of the settings, and is not written down
+        self.worked, self.refused = False, list[tuple[Asked, str]]()
+        self.fruitless, self.one_by_one = 0, asyncio.Lock()
 
     def answered(self, one: Asked, answer: Answer) -> None:
         self.worked, self.fruitless = True, 0
         self.done([one], [answer])
-        self.close()
+        self._write_down()
 
-    def failed(self, one: Asked, error: _Failed) -> None:
-        self.fruitless += 1
-        if error.again:
-            self.report.skip(f"{LATER}{error}", one.key)
-        else:
-            self.refused.append((one, str(error)))
-        if self.fruitless >= PATIENCE and not (self.worked and not error.again):
-            raise ServerError(
-                f"{self.fruitless} prompts in a row came to nothing, the last one: {error}; run it again later"
-            )
-        if self.worked:
-            self.close()
+    async def failed(self, one: Asked, error: _Failed) -> None:
+        async with self.one_by_one:
+            if error.again:
+                self.report.skip(f"{LATER}{error}", one.key)
+            else:
+                self.refused.append((one, str(error)))
+            self.fruitless += error.again or not self.worked  # one that works may refuse any number
+            if self.fruitless >= PATIENCE and (error.again or not await self._works()):
+                told = f"{self.fruitless} prompts in a row came to nothing, the last one: {error}"
+                raise ServerError(f"{told}; run it again later")
+            self._write_down()
 
-    def close(self) -> None:
-        """Writes down what was refused by a server that has answered others."""
-        if self.refused and not self.worked:
+    async def close(self) -> None:
+        """Writes down what was refused by a server that answers others."""
+        if self.refused and not await self._works():
             raise ServerError(f"the server refused every prompt, the last one: {self.refused[-1][1]}")
-        for one, reason in self.refused:
-            self.done([one], [Answer(one.prompt.messages, False, 0, reason)])
-        self.refused = []
+        self._write_down()
+
+    async def _works(self) -> bool:
+        """Whether it is prompts that are refused, and not the settings."""
+        if not self.worked and await self.takes_any():
+            self.worked, self.fruitless = True, 0
+        return self.worked
+
+    def _write_down(self) -> None:
+        if self.worked:
+            for one, reason in self.refused:
+                self.done([one], [Answer(one.prompt.messages, False, 0, reason)])
+            self.refused = []
 
 
 def _opened(reply: httpx.Response) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -70,9 +70,10 @@ def _lines(lines: Iterator[str]) -> Iterator[tuple[int, Any]]:
     for number, line in enumerate(lines, 1):
         if line.strip():
             try:
-                yield number, json.loads(line)
-            except json.JSONDecodeError as error:
-                yield number, BrokenRow(f"{error.msg}; expected one JSON object a line")
+                row = json.loads(line)
+            except (ValueError, RecursionError) as error:  # also a number of thousands of digits, or too many brackets
+                row = BrokenRow(f"{getattr(error, 'msg', error)}; expected one JSON object a line")
+            yield number, row
 
 
 def _whole(text: str, path: Path) -> list[Any]:
@@ -80,6 +81,8 @@ def _whole(text: str, path: Path) -> list[Any]:
         rows: list[Any] = json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}:{error.lineno}: {error.msg}; expected a JSON list of objects") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: {error}; expected a JSON list of objects") from error
     return rows
 
 

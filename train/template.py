@@ -64,15 +64,7 @@ class Chat:
 
     def text(self, messages: Messages, *, prompt: bool = False) -> str:
         """What the template writes. Raises MaskError where it refuses."""
-        try:
-            return self._write(messages, prompt)
-        except TypeError as error:  # some templates join a call's arguments to text: they want them as JSON
-            if not any("tool_calls" in message for message in messages):
-                raise MaskError(f"the chat template refuses the conversation: {error}") from error
-        try:
-            return self._write([spelled(message) for message in messages], prompt)
-        except TypeError as error:
-            raise MaskError(f"the chat template refuses the conversation: {error}") from error
+        return str(self._apply(messages, tokenize=False, add_generation_prompt=prompt))
 
     def tokens(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Ids, and the characters [a, b) of `text` that each stands for."""
@@ -87,27 +79,23 @@ class Chat:
         """The template's own assistant mask, one entry a token; None if it has no generation marks."""
         if not MARKS.search(self.tokenizer.get_chat_template()):
             return None
-        out: Any = self.tokenizer.apply_chat_template(
-            _aliased(messages),
-            tools=self.tools,
-            tokenize=True,
-            return_dict=True,
-            return_assistant_tokens_mask=True,
-            **self.kwargs,
-        )
+        out = self._apply(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
         if list(out["input_ids"]) != ids:
             raise MaskError("the template renders otherwise when it is asked for its generation marks")
         return [bool(mark) for mark in out["assistant_masks"]]
 
-    def _write(self, messages: Messages, prompt: bool) -> str:
-        try:
-            return str(
-                self.tokenizer.apply_chat_template(
-                    _aliased(messages), tools=self.tools, tokenize=False, add_generation_prompt=prompt, **self.kwargs
-                )
-            )
-        except (TemplateError, ValueError, LookupError, AttributeError) as error:
-            raise MaskError(f"the chat template refuses the conversation: {error}") from error
+    def _apply(self, messages: Messages, **how: Any) -> Any:
+        """The tokenizer's rendering; some templates join a call's arguments to text: they get them as JSON."""
+        calls = any("tool_calls" in message for message in messages)
+        for told in (messages, [spelled(message) for message in messages]) if calls else (messages,):
+            try:
+                return self.tokenizer.apply_chat_template(_aliased(told), tools=self.tools, **how, **self.kwargs)
+            except TypeError as error:
+                refusal: Exception = error
+            except (TemplateError, ValueError, LookupError, AttributeError) as error:
+                refusal = error
+                break
+        raise MaskError(f"the chat template refuses the conversation: {refusal}") from refusal
 
 
 def plain(messages: Sequence[Mapping[str, Any]]) -> Messages:
