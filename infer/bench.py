@@ -10,7 +10,7 @@ Legend: B rows of a batch, P prompt.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
@@ -23,8 +23,9 @@ from headstart.infer.draft_merge import Merged
 from headstart.infer.drafter import Source
 from headstart.infer.figures import FIRST, PLAIN, Run, loops_at_end
 from headstart.infer.parity import first_difference
-from headstart.infer.report import Report
+from headstart.infer.report import OUTSIDE, Report
 from headstart.infer.speculator import Speculator
+from headstart.infer.watch import FirstToken, Forwards, watched
 
 EQUAL, TIE, BUG = "equal", "near tie", "bug"  # of greedy texts
 DRAWS, LOSSY = "other draws", "lossy"  # of sampled texts that differ, and of those by a rule that does not keep the law
@@ -204,28 +205,14 @@ def left_padded(rows: Sequence[Tensor], pad: int) -> tuple[Tensor, Tensor]:
     return ids, (torch.arange(width) >= width - lengths[:, None]).long()
 
 
-class _FirstToken:
-    """A streamer that notes when something came after the prompt, and how many tokens that was."""
-
-    def __init__(self) -> None:
-        self.puts, self.at, self.tokens = 0, 0.0, 0
-
-    def put(self, value: Tensor) -> None:
-        self.puts += 1
-        if self.puts == 2:
-            self.at, self.tokens = perf_counter(), value.numel()
-
-    def end(self) -> None:
-        pass
-
-
 def _decode(target: Any, contestant: Contestant, job: Job, seed: int) -> tuple[Run, list[Tensor]]:
     """One timed call, and the new tokens of each row, on the CPU, up to the row's first end token."""
     padded = left_padded([prompt.ids for prompt in job.batch], job.options["pad_token_id"])
     ids, mask = (t.to(target.get_input_embeddings().weight.device) for t in padded)
-    stream = _FirstToken()
+    stream = FirstToken()
     torch.manual_seed(seed)
-    with _counted(target) as forwards:
+    ours = contestant.fast is not None  # it counts for itself, and a compiled pass would take hooks in
+    with nullcontext(Forwards(ids.device)) if ours else watched(target) as forwards:
         began = perf_counter()
         call = partial(contestant.call, ids, attention_mask=mask, streamer=stream, **job.options)
         out = call().cpu()  # .cpu() waits for the device
@@ -242,12 +229,13 @@ def _decode(target: Any, contestant: Contestant, job: Job, seed: int) -> tuple[R
         first_token=stream.at - began,
         tokens=sum(map(len, texts)),
         # a forward of stock decoding gives every row that goes on a token or more
-        passes=sum(min(len(text), len(forwards)) for text in texts),
-        forwards=len(forwards),
-        steps=len(forwards),
+        passes=sum(min(len(text), forwards.count) for text in texts),
+        forwards=forwards.count,
+        steps=forwards.count,
         verify_steps=0,
         loop_tokens=sum(map(len, texts)) - stream.tokens,
         loop_seconds=seconds - (stream.at - began),
+        outside_seconds=forwards.between,
         depths=(),
         looping=tuple(loops_at_end(text.tolist()) for text in texts),
         split={},
@@ -261,10 +249,12 @@ def _reported(run: Run, report: Report) -> Run:
     first = sum(kept + 1 for kept, _ in report.rounds[: len(run.prompts)]) if joint else 0
     return run._replace(
         passes=report.passes,
+        forwards=report.forwards,
         steps=report.steps,
         verify_steps=report.verify_steps,
         loop_tokens=run.tokens - first,
         loop_seconds=report.total_seconds - report.seconds["prefill"],
+        outside_seconds=sum(report.seconds[part] for part in OUTSIDE),
         depths=tuple(report.depths),
         split=dict(report.seconds),
     )
@@ -275,17 +265,6 @@ def _own(row: Tensor, ends: int | Sequence[int] | None) -> Tensor:
     known = torch.tensor([] if ends is None else ends, dtype=row.dtype)
     end = torch.isin(row, known).nonzero()
     return row[: int(end[0]) + 1] if len(end) else row
-
-
-@contextmanager
-def _counted(target: Any) -> Iterator[list[None]]:
-    """A list that grows by one with every forward of ``target`` inside."""
-    forwards: list[None] = []
-    handle = target.register_forward_hook(lambda *_: forwards.append(None))
-    try:
-        yield forwards
-    finally:
-        handle.remove()
 
 
 def _by_task(prompts: Sequence[Prompt]) -> dict[str, list[Prompt]]:

@@ -36,7 +36,10 @@ from headstart.infer.accept import Accepted
 from headstart.infer.drafter import Source
 from headstart.infer.embedded import cache_folder, sync
 from headstart.infer.grow import Budget
+from headstart.infer.learned import Learned
 from headstart.infer.plan import SIZES, Costs, Curve, Draft, Plan, isotonic
+from headstart.infer.planner import Adaptive, Planning
+from headstart.infer.report import OUTSIDE, wait
 from headstart.infer.target import Seen, compute_dtype, home
 from headstart.infer.tree import DraftTree, pruned
 
@@ -46,7 +49,8 @@ FILE = "plan.json"
 PLANS = ("fixed", "adaptive")
 CONTEXTS = (128, 1024)  # tokens cached
 REPEATS = 5
-STEPS = 16  # of the call that the overhead is read from
+STEPS = 16  # of a call that the overhead is read from
+FREE = Costs((1,), (Curve(1, 0, (1.0,)),), (Draft(1, (0.0,)),), 0.0)  # under which a planner spends all there is
 
 
 def check_plan(plan: str | Plan) -> None:
@@ -181,7 +185,7 @@ def measure(
             seconds[b, after] = [max(pair) for pair in zip(seconds[b, before], seconds[b, after], strict=True)]
     curves = tuple(Curve(b, c, tuple(found)) for (b, c), found in seconds.items())
     drafts = tuple(Draft(b, tuple(_draft(fast, b, fit[0], repeats, clock))) for b in rows)
-    return Costs(sizes, curves, drafts, _overhead(fast, fit[0]))
+    return Costs(sizes, curves, drafts, _overhead(fast, fit[0], repeats))
 
 
 def _verify(fast: Any, rows: int, context: int, sizes: Sequence[int], repeats: int, clock: Any) -> list[float]:
@@ -199,14 +203,15 @@ def _verify(fast: Any, rows: int, context: int, sizes: Sequence[int], repeats: i
     def once(tree: DraftTree) -> float:
         began = clock()
         target.verify(tree)
-        _wait(ids.device)
+        wait(ids.device)
         return float(clock() - began)
 
     return isotonic(_medians(once, trees, repeats))
 
 
 def _draft(fast: Any, rows: int, context: int, repeats: int, clock: Any) -> list[float]:
-    """Seconds of drafting to depths 0, 1 ...: growing a tree, and taking in what the pass before it gave."""
+    """Seconds of drafting to depths 0, 1 ...: growing a tree, with a planner asked before every level, and taking in
+    what the pass before it gave."""
     length = context + 1
     ids = _text(fast.model, rows, length)
     lengths = torch.full((rows,), length, device=ids.device)
@@ -216,37 +221,49 @@ def _draft(fast: Any, rows: int, context: int, repeats: int, clock: Any) -> list
     drafter.start(ids, lengths, room)
     for seen in target.prefill(ids, lengths):
         drafter.observe(seen)
+    planner = Adaptive(FREE, Learned.nothing(fast.depth), rows)
     root, taking_in = ids[:, -1], 0.0
 
     def once(depth: int) -> float:
         nonlocal root, taking_in
-        began = clock()
         budget = Budget(fast.nodes, depth, torch.full((rows,), depth, device=ids.device))
-        tree = pruned(drafter.grow(root, budget), budget.room, target.vocab_size)
-        _wait(ids.device)
+        budget = planner.open(budget, context, rows)
+        wait(ids.device)
+        began = clock()
+        tree = drafter.grow(root, budget)
+        wait(ids.device)
         spent = taking_in + clock() - began
+        tree = pruned(tree, budget.room, target.vocab_size)
         verified = target.verify(tree)
         root = verified.logits[:, 0].argmax(-1)
         first = torch.zeros(rows, 1, dtype=torch.int64)
         accepted = Accepted(first, root[:, None].cpu(), torch.ones(rows, dtype=torch.int64))
         target.commit(accepted)
         features = None if verified.features is None else verified.features[:, :1]
+        wait(ids.device)
         began = clock()
         drafter.observe(Seen(accepted.tokens, accepted.count, features, tree, verified))
-        _wait(ids.device)
+        wait(ids.device)
         taking_in = clock() - began
         return float(spent)
 
     return [0.0, *isotonic(_medians(once, range(1, fast.depth + 1), repeats))]
 
 
-def _overhead(fast: Any, context: int) -> float:
-    """Seconds a step spends outside of both models, in a call as users make it."""
+def _overhead(fast: Any, context: int, repeats: int) -> float:
+    """Seconds a step spends outside of both models, in calls as users make them, with a planner at work."""
     ids = _text(fast.model, 1, min(context, 32))
     options: dict[str, Any] = {"max_new_tokens": STEPS, "do_sample": False, "pad_token_id": 0}
-    fast.generate(ids, attention_mask=torch.ones_like(ids), **options)
-    report = fast.report
-    return float((report.seconds["accept"] + report.seconds["commit"]) / report.steps)
+
+    def once(_: None) -> float:
+        fast.generate(ids, attention_mask=torch.ones_like(ids), **options)
+        return float(sum(fast.report.seconds[part] for part in OUTSIDE) / fast.report.steps)
+
+    own, fast.planning = fast.planning, Planning(Plan({}, FREE), fast.depth)
+    try:
+        return _medians(once, [None], repeats)[0]
+    finally:
+        fast.planning = own
 
 
 def _medians(once: Callable[[Any], float], cases: Sequence[Any], repeats: int) -> list[float]:
@@ -267,12 +284,6 @@ def _text(model: Any, rows: int, length: int) -> Tensor:
     size = model.config.get_text_config(decoder=True).vocab_size
     generator = torch.Generator().manual_seed(0)
     return torch.randint(0, size, (rows, length), generator=generator).to(home(model))
-
-
-def _wait(device: torch.device) -> None:
-    """Until the device has done what it was asked to."""
-    if device.type != "cpu":
-        torch.get_device_module(device).synchronize(device)
 
 
 def _machine(device: torch.device) -> str:

@@ -54,7 +54,7 @@ def decode(
     """
     planner = planner or Fixed()
     report = Report()
-    clock = Clock(report)
+    clock = Clock(report.seconds, ids.device)
     drafter.start(ids, lengths, ids.shape[1] + max(visit.wanted()))
     for seen in target.prefill(ids, lengths, known=known, hold=any(visit.wanted())):
         drafter.observe(seen)
@@ -63,9 +63,11 @@ def decode(
 
     while any(wanted := visit.wanted()):
         budget = planner.open(_budget(wanted, target, limits), max(target.kept), sum(n > 0 for n in wanted))
-        tree = pruned(drafter.grow(visit.roots().to(ids.device), budget), budget.room, target.vocab_size)
-        tree = planner.cut(tree)
+        clock.lap("plan")
+        tree = drafter.grow(visit.roots().to(ids.device), budget)
         clock.lap("draft")
+        tree = planner.cut(pruned(tree, budget.room, target.vocab_size))
+        clock.lap("plan")
 
         part = "prefill" if target.held else "verify"
         verified = target.verify(tree)
@@ -80,14 +82,16 @@ def decode(
             tree = on_host(tree)  # rules decide node by node: one sync here, and one for each draw
             step = _read(tree, rule(tree, visit))
         _count(report, step, visit)
-        planner.learn(step.accepted, [n > 0 for n in visit.wanted()])
         clock.lap("accept")
+        planner.learn(step.accepted, [n > 0 for n in visit.wanted()])
+        clock.lap("plan")
         target.commit(step.accepted)
         clock.lap("commit")
 
         drafter.observe(_seen(tree, verified, step.accepted))
         clock.lap("draft")
 
+    clock.stop()
     report.forwards, report.syncs = target.forwards, visit.reads + report.steps + planner.reads
     report.plan, report.plain_steps = planner.name, planner.plain_steps
     report.tokens -= visit.overshoot()

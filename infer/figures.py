@@ -36,6 +36,7 @@ class Run(NamedTuple):
     verify_steps: int  # of these, the ones whose time is in the part "verify"
     loop_tokens: int  # tokens of the decoding loop alone, and its seconds: the call without prefill and preparations
     loop_seconds: float
+    outside_seconds: float  # of the loop, outside of drafting and the target's forwards; of others the latter alone
     depths: tuple[Depth, ...]  # what became of the guesses at each depth, from 1 on; empty where it is not known
     looping: tuple[bool, ...]
     split: Mapping[str, float]  # seconds by part; empty where they are not known
@@ -52,6 +53,9 @@ class Run(NamedTuple):
         """The run that ``row`` = ``_asdict()``, gone through JSON, stands for."""
         whole: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
         return cls(**whole | {"depths": tuple(Depth(*depth) for depth in whole["depths"])})
+
+
+Pair = tuple[Run, Run]
 
 
 class Figures(NamedTuple):
@@ -74,8 +78,11 @@ class Figures(NamedTuple):
     draft: float | None  # seconds a step
     verify: float | None  # seconds a step
     plain_step: float | None  # seconds of a plain decoding step in the same batches
-    predicted: float | None  # speed-up of the loop by the cost model: tokens_per_pass / (verify + draft in plain steps)
     loop_speedup: float | None  # speed-up of the loop as measured, prefill and preparations left out on both sides
+    predicted: float | None  # the same of one half of the batches, by what steps cost and bring in the other half
+    measured: float | None  # of that one half, as measured
+    outside: float | None  # share of the loop that is spent outside of drafting and the target's forwards
+    outside_token: float | None  # seconds of it a token
     split: dict[str, float]  # shares of the wall time; empty where they are not known
     looping: float  # share of texts that end in a loop; loops flatter every drafter
     verdicts: dict[str, int]  # texts by verdict
@@ -172,27 +179,56 @@ def pooled(runs: Sequence[Sequence[Depth]]) -> list[Depth]:
 
 
 def _costs(own: Sequence[Run], plain: Sequence[Run]) -> dict[str, float | None]:
-    """What a step's parts take, what they predict, and what the loops took; None where a part was not measured."""
+    """What a step's parts take, what the loops took, and what one half says of the other; None = not measured."""
     steps, verifies = sum(run.steps for run in own), sum(run.verify_steps for run in own)
     known = all(run.split for run in own)
     draft = _over(sum(run.split["draft"] for run in own), steps) if known else None
     verify = _over(sum(run.split["verify"] for run in own), verifies) if known else None
     step = _over(sum(run.loop_seconds for run in plain), sum(max(run.steps - 1, 0) for run in plain))
-    tau = sum(run.tokens for run in own) / sum(run.passes for run in own)
-    predicted = None
-    if draft is not None and verify and step:
-        predicted = tau * step / (verify + draft)
-    ours, theirs = (
-        _over(sum(run.loop_tokens for run in runs), sum(run.loop_seconds for run in runs)) for runs in (own, plain)
-    )
-    measured = ours / theirs if ours and theirs else None
+    pairs = list(zip(own, plain, strict=True))
+    fitted, left = halves(pairs)
+    outside = sum(run.outside_seconds for run in own)
+    predicted, measured = (prediction(fitted), _ratio(left)) if known and left else (None, None)
     return {
         "draft": draft,
         "verify": verify,
         "plain_step": step,
+        "loop_speedup": _ratio(pairs),
         "predicted": predicted,
-        "loop_speedup": measured,
+        "measured": measured,
+        "outside": _over(outside, sum(run.loop_seconds for run in own)),
+        "outside_token": _over(outside, sum(run.loop_tokens for run in own)),
     }
+
+
+def halves(pairs: Sequence[Pair]) -> tuple[list[Pair], list[Pair]]:
+    """Pairs of a run and the plain one beside it: every other one, and those between, as many of each task in both."""
+    tasks = list(dict.fromkeys(run.task for run, _ in pairs))
+    ordered = sorted(pairs, key=lambda pair: (tasks.index(pair[0].task), pair[0].batch))
+    return ordered[::2], ordered[1::2]
+
+
+def prediction(pairs: Sequence[Pair]) -> float | None:
+    """Speed-up of the decoding loop by the cost model: tokens of a step / (verify + draft + what is outside of both),
+    over the tokens of a plain loop a second. Prefill, and the pass that runs with the end of a prompt, are in neither.
+    None where it was not measured."""
+    own, plain = [run for run, _ in pairs], [run for _, run in pairs]
+    steps, verifies = sum(run.steps for run in own), sum(run.verify_steps for run in own)
+    rate = _over(sum(run.loop_tokens for run in plain), sum(run.loop_seconds for run in plain))
+    if not steps or not verifies or not rate:
+        return None
+    tokens = sum(run.loop_tokens for run in own) / verifies
+    beside = sum(run.split["draft"] + run.outside_seconds for run in own) / steps
+    return tokens / (sum(run.split["verify"] for run in own) / verifies + beside) / rate
+
+
+def _ratio(pairs: Sequence[Pair]) -> float | None:
+    """Tokens a second of the loops, over those of the plain loops beside them."""
+    ours, theirs = (
+        _over(sum(pair[side].loop_tokens for pair in pairs), sum(pair[side].loop_seconds for pair in pairs))
+        for side in (0, 1)
+    )
+    return ours / theirs if ours and theirs else None
 
 
 def _over(total: float, count: float) -> float | None:

@@ -5,15 +5,13 @@ Legend: B rows, n nodes, k path length, d depth, D depths known, C classes of cl
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from headstart.infer.plan import CLASSES, SIZES, classes, expected
-from headstart.infer.tree import DraftTree
+from headstart.infer.plan import SIZES, expected
+from headstart.infer.worth import CLASSES, Guesses, Table
 
 START = 2.0  # plain steps that guesses may lose before anything is known of them
 MEMORY = 0.96  # what a drafted step leaves of the evidence before it: about twenty-five steps count
@@ -28,10 +26,10 @@ ONWARD = (1.5, 2.0)  # evidence to begin with that a kept guess has a right chil
 class Learned:
     """What was seen of a source's guesses, from call to call."""
 
-    claimed: Tensor  # [D, C] guesses that should have been kept, by their claims
-    kept: Tensor  # [D, C] guesses that were
-    onward: Tensor  # [D, 2] of kept nodes with children, by the children's depth: how many had a right one, how many
-    forecast: Tensor  # [D, S] tokens a row of drawn trees of that depth and size; NaN = not seen
+    claimed: Table  # [D, C] guesses that should have been kept, by their claims
+    kept: Table  # [D, C] guesses that were
+    onward: Table  # [D, 2] of kept nodes with children, by the children's depth: how many had a right one, how many
+    forecast: Table  # [D, S] tokens a row of drawn trees of that depth and size; NaN = not seen
     tokens: float = 1.0  # a row and drafted step, moving average
     cost: float = 1.0  # of a drafted step in plain steps, moving average
     steps: int = 0  # drafted
@@ -44,8 +42,11 @@ class Learned:
     def nothing(cls, depth: int) -> Learned:
         """Before the first guess of a source that guesses ``depth`` tokens: claims are trusted."""
         depth = max(depth, 1)
-        tables = (torch.zeros(depth, CLASSES), torch.zeros(depth, CLASSES), torch.zeros(depth, 2))
-        return cls(*tables, torch.full((depth, len(SIZES)), torch.nan))
+        claimed, kept, onward, forecast = (
+            [[value] * wide for _ in range(depth)]
+            for wide, value in ((CLASSES, 0.0), (CLASSES, 0.0), (2, 0.0), (len(SIZES), math.nan))
+        )
+        return cls(claimed, kept, onward, forecast)
 
     @property
     def speed(self) -> float:
@@ -56,7 +57,7 @@ class Learned:
         """For JSON, rounded: what is learned anew in every call need not be exact."""
         plain = {name: getattr(self, name) for name in ("tokens", "cost", "steps", "purse", "on", "wait", "pause")}
         tables = {name: getattr(self, name) for name in ("claimed", "kept", "onward", "forecast")}
-        rows = {name: [[round(x, 4) for x in row] for row in table.tolist()] for name, table in tables.items()}
+        rows = {name: [[round(x, 4) for x in row] for row in table] for name, table in tables.items()}
         rows["forecast"] = [[None if x != x else x for x in row] for row in rows["forecast"]]
         return rows | {name: round(value, 4) if isinstance(value, float) else value for name, value in plain.items()}
 
@@ -66,9 +67,9 @@ class Learned:
         found = cls.nothing(depth)
         for name, value in ((n, v) for n, v in data.items() if hasattr(found, n)):
             known = getattr(found, name)
-            if isinstance(known, Tensor):
-                rows = torch.tensor([[torch.nan if x is None else x for x in row] for row in value])
-                if rows.ndim == 2 and rows.shape[1] == known.shape[1]:
+            if isinstance(known, list):
+                rows = [[math.nan if x is None else float(x) for x in row] for row in value]
+                if all(len(row) == len(known[0]) for row in rows):
                     known[: len(rows)] = rows[: len(known)]
             else:
                 setattr(found, name, type(known)(value))
@@ -76,39 +77,54 @@ class Learned:
 
     def onward_of(self, depth: int) -> float:
         """Chance that a kept node of ``depth`` has a right child, where it has any."""
-        right, of = self.onward[min(depth, len(self.onward) - 1)].tolist()
-        return float((right + ONWARD[0]) / (of + ONWARD[1]))
+        right, of = self.onward[min(depth, len(self.onward) - 1)]
+        return (right + ONWARD[0]) / (of + ONWARD[1])
 
     def observe(
-        self, tree: DraftTree, path: Tensor, depth: Tensor, nodes: Tensor, counts: Sequence[int], usable: Sequence[bool]
+        self, guesses: Guesses, nodes: Sequence[Sequence[int]], counts: Sequence[int], usable: Sequence[bool]
     ) -> None:
         """Every verified guess of the rows ``usable`` [B] was kept or not.
 
-        ``tree``, its claims ``path`` and its ``depth`` [B, n] on the CPU; ``nodes`` [B, k] the paths that were kept and
-        ``counts`` [B] their lengths.
+        ``nodes`` [B, k] the paths that were kept and ``counts`` [B] their lengths.
         """
-        memory, of = MEMORY if self.on else FORGET, torch.tensor(usable)
-        right = torch.zeros_like(tree.valid).scatter_(1, nodes.clamp(min=0), True)  # the root is no guess
-        asked = tree.valid & (depth > 0) & of[:, None]
-        place = ((depth.clamp(1, len(self.claimed)) - 1) * CLASSES + classes(path))[asked]
-        for table, values in ((self.claimed, path.exp()), (self.kept, right.float())):
-            more = torch.bincount(place, weights=values[asked], minlength=table.numel())
-            table.mul_(memory).add_(more.reshape(table.shape))
-        self.onward.mul_(memory)
-        for row in of.nonzero()[:, 0].tolist():
-            last, kept = int(nodes[row, counts[row] - 1]), counts[row] - 1
-            tried = kept + bool((tree.valid[row] & (tree.parents[row] == last)).any())
-            self.onward[:kept, 0] += 1
-            self.onward[:tried, 1] += 1
+        memory = MEMORY if self.on else FORGET
+        for table in (self.claimed, self.kept, self.onward):
+            for at, row in enumerate(table):
+                table[at] = [memory * value for value in row]
+        for b in (b for b, use in enumerate(usable) if use):
+            own = (guesses.parents[b], guesses.depth[b], guesses.claimed[b], guesses.kind[b])
+            self._one(*own, nodes[b][: counts[b]])
 
-    def foresee(self, chance: Tensor, depth: Tensor, idle: int) -> None:
+    def _one(
+        self,
+        parents: Sequence[int],
+        depths: Sequence[int],
+        claims: Sequence[float],
+        kinds: Sequence[int],
+        path: Sequence[int],
+    ) -> None:
+        """The guesses of one row, of which those on ``path``, root included, were right."""
+        last, more = len(self.claimed) - 1, False
+        for node, depth in enumerate(depths):
+            if depth:
+                at, kind = depth - 1 if depth <= last else last, kinds[node]
+                self.claimed[at][kind] += claims[node]
+                self.kept[at][kind] += node in path
+                more = more or parents[node] == path[-1]
+        for at, row in enumerate(self.onward[: len(path) - 1 + more]):
+            row[0] += at < len(path) - 1
+            row[1] += 1.0
+
+    def foresee(self, chance: Sequence[Sequence[float]], depth: Sequence[Sequence[int]], idle: int) -> None:
         """What trees of drawn guesses are worth that are no deeper and larger than the one with ``chance`` [B, n] at
         ``depth`` [B, n]; ``idle`` rows have no guesses."""
-        most = sum(size <= chance.shape[1] for size in SIZES)
-        for d in range(1, min(int(depth.max()), len(self.forecast)) + 1):
-            total = torch.tensor(expected(torch.where(depth <= d, chance, 0.0), SIZES[:most]))
-            found, before = (total - idle) / (len(chance) - idle), self.forecast[d - 1, :most]
-            self.forecast[d - 1, :most] = torch.where(before.isnan(), found, before + SLOWEST * (found - before))
+        sizes = [size for size in SIZES if size <= len(chance[0])]
+        for d, seen in enumerate(self.forecast[: max(map(max, depth))], 1):
+            rows = zip(chance, depth, strict=True)
+            shallow = [[c if at <= d else 0.0 for c, at in zip(*row, strict=True)] for row in rows]
+            for i, total in enumerate(expected(shallow, sizes)):
+                found = (total - idle) / (len(chance) - idle)
+                seen[i] = found if math.isnan(seen[i]) else seen[i] + SLOWEST * (found - seen[i])
 
     def weigh(self, tokens: float, cost: float) -> None:
         """A drafted step that brought ``tokens`` a row at ``cost`` plain steps: drafting is given up or taken up.

@@ -7,27 +7,21 @@ nodes are the n most likely ones, whatever the tree. How many of them, and how d
 costs. Within a step tokens minus rate x seconds is maximised, where the rate is what the seconds would give elsewhere:
 the steps together are then as fast as they can be, although they differ (an easy step may take more, a hard one less).
 
-Legend: B rows, n nodes (node 0 = root), d depth, D depths known, C classes of claims.
+Legend: B rows, n nodes (node 0 = root), d depth.
 """
 
 from __future__ import annotations
 
 import heapq
-import math
+import itertools
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
-
 from headstart.infer.grow import Shape
-from headstart.infer.tree import DraftTree, siblings_before
 
 VERSION = 1  # of what ``Plan.as_dict`` writes
 SIZES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # nodes at which passes are measured, and trees are cut
-CLASSES = 16  # of claimed path probabilities, half a factor of two each; the last one holds all that is smaller
-TRUST = 1.0  # guesses kept as claimed that a calibration starts from: so much evidence weighs as much as the claim
 
 
 class Curve(NamedTuple):
@@ -168,62 +162,13 @@ def _nearest(known: Sequence[int], rows: int) -> int:
     return max((r for r in known if r <= rows), default=min(known))
 
 
-# what guesses are worth ----------------------------------------------------------------------------------------------
+# trees ---------------------------------------------------------------------------------------------------------------
 
 
-def claims(tree: DraftTree) -> Tensor:
-    """[B, n] log-probability of each node's path as the drafter claims it, -inf on padding.
-
-    A drafter without probabilities claims half for a first child, half of the rest for the next: after calibration
-    that is a figure for each depth and place.
-    """
-    logq = tree.logq
-    if logq is None:
-        nodes = torch.arange(tree.tokens.shape[1], device=tree.tokens.device).expand_as(tree.tokens)
-        logq = -math.log(2.0) * (1 + siblings_before(tree, nodes)).float()
-    own = torch.where(tree.valid & (tree.parents >= 0), logq, 0.0)
-    return torch.where(tree.valid, along(tree.parents, own, torch.add), -torch.inf)
-
-
-def along(parents: Tensor, values: Tensor, op: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """``op`` over all values [B, n] on the path from the root to each node, by pointer jumping.
-
-    Roots, and padding, must hold what ``op`` leaves alone: the root is met more than once.
-    """
-    up = parents.clamp(min=0)
-    for _ in range(max(1, parents.shape[1] - 1).bit_length()):
-        values = op(values, values.gather(1, up))
-        up = up.gather(1, up)
-    return values
-
-
-def classes(path: Tensor) -> Tensor:
-    """Class of each claimed path log-probability: half a factor of two each."""
-    return (-2.0 / math.log(2.0) * path.clamp(min=-1e4)).long().clamp(0, CLASSES - 1)
-
-
-def calibrated(path: Tensor, depth: Tensor, claimed: Tensor, kept: Tensor) -> Tensor:
-    """Chance that a guess is kept, from the claimed path log-probability ``path`` [...] and its ``depth`` [...] >= 1.
-
-    ``claimed`` and ``kept`` [D, C] say how many guesses of a depth and class should have been kept by their claims, and
-    how many were. Where nothing is known the claim stands.
-    """
-    ratio = (kept + TRUST) / (claimed + TRUST)
-    at = depth.clamp(1, len(ratio)) - 1
-    return (path.exp() * ratio[at, classes(path)]).clamp(max=1.0)
-
-
-def worth(tree: DraftTree, path: Tensor, depth: Tensor, claimed: Tensor, kept: Tensor) -> Tensor:
-    """[B, n] chance that each node is kept: 1 at the root, 0 on padding, and never above that of its parent."""
-    chance = calibrated(path, depth, claimed, kept)
-    chance[:, 0] = 1.0
-    chance = torch.where(tree.valid, chance, 1.0)  # padding may point anywhere: it must not pull anything down
-    return torch.where(tree.valid, along(tree.parents, chance, torch.minimum), 0.0)
-
-
-def expected(chance: Tensor, sizes: Sequence[int]) -> list[float]:
-    """Expected tokens of a pass, all rows together, with the best 1, 2 ... of ``sizes`` nodes of ``chance`` [B, n]."""
-    total: list[float] = chance.sort(dim=1, descending=True).values.sum(0).cumsum(0).tolist()
+def expected(chance: Sequence[Sequence[float]], sizes: Sequence[int]) -> list[float]:
+    """Expected tokens of a pass, all rows together, with the best 1, 2 ... of ``sizes`` nodes of each row."""
+    ordered = (sorted(row, reverse=True) for row in chance)
+    total = list(itertools.accumulate(map(sum, zip(*ordered, strict=True))))
     return [total[min(size, len(total)) - 1] for size in sizes]
 
 

@@ -26,8 +26,9 @@ from torch import Tensor
 from headstart.infer.accept import Accepted
 from headstart.infer.grow import Budget, taken
 from headstart.infer.learned import FIRST, Learned
-from headstart.infer.plan import SIZES, Costs, Plan, best_size, calibrated, claims, expected, worth
-from headstart.infer.tree import DraftTree, depths
+from headstart.infer.plan import SIZES, Costs, Plan, best_size, expected
+from headstart.infer.tree import DraftTree
+from headstart.infer.worth import Guesses, Table, claims, frontier, ratios, worth
 
 SHARE, CAP = 0.015, 4.0  # of the purse, in plain steps: what each token adds, and what it holds at most
 
@@ -78,9 +79,10 @@ class Adaptive:
         self.plain_steps, self.reads = 0, 0
         self.learned = learned
         self._costs, self._rows, self._drawn = costs, rows, drawn
-        self._untold = torch.zeros_like(learned.claimed)
+        self._ratio: Table = []  # [D, C] what claims are multiplied with in this step
         self._smallest = (2, 1)  # nodes and depth of the least this source can be asked for
-        self._known: dict[tuple[int, int], float] = {}  # (context, nodes) -> seconds but for drafting
+        self._passes: dict[tuple[int, int], float] = {}  # (context, nodes) -> seconds but for drafting
+        self._drafting: dict[int, float] = {}  # depth -> seconds
         self._begin(0, rows)
 
     def _begin(self, context: int, going: int) -> None:
@@ -90,7 +92,7 @@ class Adaptive:
         self._rate = 0.0  # tokens a second, all rows together, that seconds would give elsewhere
         self._drafts = self._probe = self._asked = False
         self._cost = 1.0  # of this step, in plain steps
-        self._seen: tuple[DraftTree, Tensor, Tensor] | None = None  # what is verified, claims, depths; on the CPU
+        self._seen: Guesses | None = None  # what is verified
 
     def open(self, budget: Budget, context: int, going: int) -> Budget:
         """Plain where nothing pays, but for a probe now and then, and where the purse does not hold a tree."""
@@ -106,6 +108,8 @@ class Adaptive:
             self.plain_steps += 1
             return budget._replace(depth=0)
         self._drafts = True
+        told = Learned.nothing(len(known.kept)) if self._probe else known  # a probe asks what guesses are worth now
+        self._ratio = ratios(told.claimed, told.kept)
         self._rate = self._going * (1.0 if self._probe else max(1.0, known.speed)) / self._plain
         return self._beforehand(budget) if self._drawn else budget._replace(more=self._more)
 
@@ -113,10 +117,9 @@ class Adaptive:
         """The likeliest nodes, as many as pay; a tree whose guesses claim no chances stays whole or goes whole."""
         if not self._drafts:
             return tree
-        host, n = self._on_host(tree), tree.parents.shape[1]
-        path, depth = claims(host), torch.where(host.valid, depths(host.parents), 0)
-        deepest = int(depth.max())
-        chance = worth(host, path, depth, *self._evidence())
+        guesses, n = self._on_host(tree), tree.parents.shape[1]
+        deepest = max(map(max, guesses.depth))
+        chance = worth(guesses, self._ratio)
         whole = self._drawn or tree.logq is None
         self._smallest = (n if whole and n > 1 else 2, 1 if self._asked or self._drawn else max(deepest, 1))
         sizes = [n] if self._drawn else [s for s in ((1,) if whole else SIZES) if s < n] + [n]
@@ -129,12 +132,12 @@ class Adaptive:
             return tree
         self.plain_steps += size == 1
         if self._drawn:
-            self.learned.foresee(chance, depth, self._rows - self._going)
+            self.learned.foresee(chance, guesses.depth, self._rows - self._going)
         if size < n:
-            kept = chance.sort(dim=1, descending=True, stable=True).indices[:, :size].sort(dim=1).values
-            tree, host = taken(tree, kept.to(tree.parents.device, non_blocking=True)), taken(host, kept)
-            path, depth = path.gather(1, kept), depth.gather(1, kept)
-        self._seen = (host, path, depth)
+            kept = [sorted(sorted(range(n), key=row.__getitem__, reverse=True)[:size]) for row in chance]  # stable
+            tree = taken(tree, torch.tensor(kept).to(tree.parents.device, non_blocking=True))
+            guesses = guesses.taken(kept)
+        self._seen = guesses
         return tree
 
     def learn(self, accepted: Accepted, going: Sequence[bool]) -> None:
@@ -145,7 +148,7 @@ class Adaptive:
         known.purse = min(CAP, known.purse + (1.0 + SHARE) * tokens - self._cost)
         if self._seen is not None:
             usable = [count > 0 and on for count, on in zip(counts, going, strict=True)]  # a stop cuts what was offered
-            known.observe(*self._seen, accepted.nodes, counts, usable)
+            known.observe(self._seen, accepted.nodes.tolist(), counts, usable)
             known.weigh(tokens, self._cost)
 
     def _more(self, path: Tensor, depth: int) -> bool:
@@ -155,10 +158,9 @@ class Adaptive:
         if not self._affordable(2, depth + 1):
             return False
         self.reads += path.device.type != "cpu"
-        host = path.float().cpu()
-        chance = calibrated(host, torch.full_like(host, depth, dtype=torch.int64), *self._evidence())
-        seconds = self._costs.draft(self._rows, depth + 1) - self._costs.draft(self._rows, depth)
-        return float(chance.sum()) * self.learned.onward_of(depth) > self._rate * seconds
+        kept = frontier(path.tolist(), self._ratio[min(depth, len(self._ratio)) - 1])
+        seconds = self._draft(depth + 1) - self._draft(depth)
+        return kept * self.learned.onward_of(depth) > self._rate * seconds
 
     def _beforehand(self, budget: Budget) -> Budget:
         """Depth and nodes of a tree of drawn guesses: the best of those whose worth was seen, at first the largest."""
@@ -166,14 +168,10 @@ class Adaptive:
         for depth in range(1, budget.depth + 1):
             sizes = [size for size in SIZES if 1 < size < budget.nodes] + [budget.nodes]
             for size in (s for s in sizes if self._affordable(s, depth)):
-                tokens = float(seen[depth - 1, SIZES.index(size)]) if size in SIZES else math.nan
+                tokens = seen[depth - 1][SIZES.index(size)] if size in SIZES else math.nan
                 found.append((0.0 if math.isnan(tokens) else tokens / self._seconds(size, depth), depth, size))
         _, depth, size = max(found, default=(0.0, 1, 2))
         return budget._replace(nodes=size, depth=depth)
-
-    def _evidence(self) -> tuple[Tensor, Tensor]:
-        """A probe asks what the guesses are worth, not what they were."""
-        return (self._untold, self._untold) if self._probe else (self.learned.claimed, self.learned.kept)
 
     def _affordable(self, nodes: int, depth: int) -> bool:
         """Whether the purse holds what a tree would lose if none of its guesses were kept."""
@@ -182,18 +180,23 @@ class Adaptive:
     def _seconds(self, nodes: int, depth: int) -> float:
         """Of a step like this one."""
         key = (self._context, nodes)
-        if key not in self._known:
-            self._known[key] = self._costs.verify(self._rows, self._context, nodes) + self._costs.overhead
-        return self._known[key] + self._costs.draft(self._rows, depth)
+        if key not in self._passes:
+            self._passes[key] = self._costs.verify(self._rows, self._context, nodes) + self._costs.overhead
+        return self._passes[key] + self._draft(depth)
 
-    def _on_host(self, tree: DraftTree) -> DraftTree:
-        """Structure and claims on the CPU, in one read; tokens and laws are of no interest here."""
+    def _draft(self, depth: int) -> float:
+        if depth not in self._drafting:
+            self._drafting[depth] = self._costs.draft(self._rows, depth)
+        return self._drafting[depth]
+
+    def _on_host(self, tree: DraftTree) -> Guesses:
+        """Structure and claims, in one read of a device; tokens and laws are of no interest here."""
         if tree.parents.device.type == "cpu":
-            return tree._replace(drawn=None, law=None)
+            return claims(tree.parents.tolist(), tree.valid.tolist(), None if tree.logq is None else tree.logq.tolist())
         self.reads += 1
         parts = [tree.parents.float(), tree.valid.float(), *([] if tree.logq is None else [tree.logq.float()])]
-        parents, valid, *logq = torch.stack(parts).cpu()
-        return DraftTree(parents.long(), parents.long(), valid.bool(), logq[0] if logq else None)
+        parents, valid, *logq = torch.stack(parts).tolist()
+        return claims([[int(parent) for parent in row] for row in parents], valid, logq[0] if logq else None)
 
 
 class Planning:

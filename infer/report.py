@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from time import perf_counter
 from typing import Any, NamedTuple
 
-PARTS = ("prefill", "draft", "verify", "accept", "commit")  # of a call's time
+import torch
+
+PARTS = ("prefill", "draft", "plan", "verify", "accept", "commit")  # of a call's time
+OUTSIDE = ("plan", "accept", "commit")  # of these, what a step does outside of the draft and the target
 
 
 class Depth(NamedTuple):
@@ -159,14 +163,41 @@ class Report:
 
 
 class Clock:
-    """Splits wall time between named parts: each ``lap`` charges the time since the last one."""
+    """Splits time between named parts: each ``lap`` charges the time since the last one.
 
-    def __init__(self, report: Report) -> None:
-        self._report = report
+    An accelerator works while the host goes on, so there a lap is a mark behind the work it was given so far. A part is
+    charged with what passed on the device between two marks, whoever waited for whom, and nobody waits for the clock's
+    sake before ``stop``.
+    """
+
+    def __init__(self, seconds: dict[str, float], device: torch.device) -> None:
+        """``seconds`` by part, which are added to; the ``device`` that does the work."""
+        self._seconds, self._device = seconds, device
         self._last = perf_counter()
+        self._marks: list[tuple[str, Any]] = []
+        if device.type != "cpu":
+            self.lap("")
 
     def lap(self, part: str) -> None:
         """Charges the time since the last lap to ``part``."""
+        if self._device.type != "cpu":
+            mark = torch.Event(self._device, enable_timing=True)
+            mark.record()
+            self._marks.append((part, mark))
+            return
         now = perf_counter()
-        self._report.seconds[part] += now - self._last
+        self._seconds[part] += now - self._last
         self._last = now
+
+    def stop(self) -> None:
+        """The last lap was made: from here on all of it is in the seconds."""
+        wait(self._device)
+        for (_, before), (part, mark) in pairwise(self._marks):
+            self._seconds[part] += before.elapsed_time(mark) / 1000
+        self._marks = self._marks[-1:]
+
+
+def wait(device: torch.device) -> None:
+    """Until the device has done what it was asked to."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)

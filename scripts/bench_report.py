@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from headstart.infer.bench import Contestant
     from headstart.infer.figures import Run, Saved
 
-WIDTH = 180  # characters of a table where there is no terminal
+NEAR = 0.1  # of a prediction that holds
+WIDTH = 200  # characters of a table where there is no terminal
 RESULTS = (
     *(
         "decoding",
@@ -39,8 +40,9 @@ GUESSES = (
         "accepted\nby depth",
         "where the\none before",
     ),
-    *("speed\nup", "95 %\nfrom-to", "loop\npredicted", "loop\nmeasured", "forwards", "tokens"),
-    "prefill/draft/verify/\naccept/commit/other %",
+    *("speed\nup", "95 %\nfrom-to", "half\npredicted", "half\nmeasured", "outside\n%", "outside\nms/tok"),
+    *("forwards", "tokens"),
+    "prefill/draft/plan/\nverify/accept/commit/\nother %",
 )
 NOTES = """\
 n runs, in turn with plain `generate`, each first equally often, after a short call of each that counts nowhere.
@@ -50,9 +52,11 @@ Texts: compared with what plain `generate` wrote; greedily "near tie" is roundin
 Own: weights of what guesses, in millions. Draft, verify: milliseconds a step; plain: a step of plain `generate`.
 Accepted by depth: share of the passes with a guess that deep on offer which kept it; "where the one before": of those
 in which the guess before it was kept.
-Loop: the decoding loop alone, prefill and preparations left out on both sides; predicted = tokens per pass / (verify +
-draft, in plain steps), all three as measured here.
-Forwards: of the target, prefill included. On an accelerator a part is charged with the time the host waited in it."""
+Half: the decoding loop alone on one half of the prompts of each task, prefill and preparations left out on both sides;
+predicted from the other half: tokens of a step / (verify + draft + outside), over plain tokens a second there.
+Outside: of both models' forwards, choosing trees, accepting, committing, as a share of the loop and for each token it
+writes; of plain `generate`, and of others, what passes between two forwards of the target.
+Forwards: of the target, prefill included. On an accelerator a part is what passed on the device, not on the host."""
 
 
 class Table(NamedTuple):
@@ -128,6 +132,11 @@ def remarks(found: Mapping[str, Any]) -> list[str]:
         slower = [f"{name} {one[ALL]['speedup']:.2f}x" for name, one in of.items() if one[ALL]["speedup"] < 1]
         if slower:
             said.append(f"{decoding}: slower than plain generate: {', '.join(slower)}")
+        halves = {name: (one[ALL]["predicted"], one[ALL]["measured"]) for name, one in of.items()}
+        off = {name: told / was - 1 for name, (told, was) in halves.items() if told and was}
+        wide = [f"{name} {error:+.0%}" for name, error in off.items() if abs(error) > NEAR]
+        if wide:
+            said.append(f"{decoding}: predicted off by more than {NEAR:.0%}: {', '.join(wide)}")
     said += [f"{one['name']} refused: {one['refused']}" for one in found["contestants"] if one["refused"]]
     return said + [
         f"{run['contestant']}, {run['decoding']}, {line}" for run in found["runs"] for line in run["remarks"]
@@ -208,7 +217,9 @@ def _guesses(found: Mapping[str, Any], decoding: str) -> Table:
             *(" ".join(f"{s:.2f}" for s in one[key]) or "-" for key in ("accepted_by_depth", "accepted_given_parent")),
             f"{one['speedup']:.2f}x",
             f"{one['low']:.2f}-{one['high']:.2f}",
-            *(_number(one[key], 1, 2, "x") for key in ("predicted", "loop_speedup")),
+            *(_number(one[key], 1, 2, "x") for key in ("predicted", "measured")),
+            _number(one["outside"], 100, 1),
+            _number(one["outside_token"], 1000, 2),
             str(one["forwards"]),
             str(one["tokens"]) if same else f"{one['tokens']} (plain {one['plain_tokens']})",
             "/".join(f"{100 * share:.0f}" for share in one["split"].values()) or "-",

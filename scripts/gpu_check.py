@@ -147,7 +147,7 @@ def decode(findings: Findings, model: Any, setup: Setup, modes: Sequence[Mode]) 
 
 # showing -------------------------------------------------------------------------------------------------------------
 
-PARTS = ("draft", "verify", "accept", "commit", "other")
+PARTS = ("draft", "plan", "verify", "accept", "commit", "other")
 COLUMNS = ("mode", "context", "asked", "kept", "tokens/pass", "plain", *PARTS, "loop x", "predicted", "text")
 
 

@@ -1,5 +1,6 @@
 """`headstart tune`: what passes and guesses cost here and how many are kept, measured and written down as a plan."""
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from headstart.scripts.generate import DTYPES
+from headstart.scripts.journal import write_whole
 from headstart.scripts.suites import Rows, read_suite, tokenised
 
 if TYPE_CHECKING:
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from headstart.infer.speculator import Speculator
 
 WIDTH = 160  # characters of a table where there is no terminal
+GROWING_CONTEXTS, GROWING_ROWS = (128, 256, 512, 1024, 2048, 4096), (1, 2, 4, 8)  # of growth curves, unless told
 PROMPTS = (  # several kinds of text: what is kept of guesses differs from kind to kind
     "Write a Python function that returns the n-th Fibonacci number, and explain how it works.",
     "Summarise in three sentences: The heart pumps blood through the body. The right side sends it to the lungs, where "
@@ -40,6 +43,10 @@ def tune(
     depth: Annotated[int | None, typer.Option(min=1, help="Guesses on the longest path; default: all.")] = None,
     context: Annotated[list[int] | None, typer.Option(min=1, help="Tokens cached, repeat; default 128, 1024.")] = None,
     rows: Annotated[list[int] | None, typer.Option(min=1, help="Batch sizes, repeat; default 1.")] = None,
+    curves: Annotated[
+        Path | None,
+        typer.Option(help="JSON file for how a step's time grows: contexts to 4096, batches to 8, unless told."),
+    ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Times each figure is measured; the median counts.")] = 7,
     dtype: Annotated[str, typer.Option(help=f"Weights of the target: {', '.join(DTYPES)}.")] = "auto",
     device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; default: cuda where there is one.")] = None,
@@ -49,6 +56,8 @@ def tune(
         raise typer.BadParameter("give --heads, or --drafter, or both to merge their guesses")
     if dtype not in DTYPES:
         raise typer.BadParameter(f"{dtype!r}; expected one of {', '.join(DTYPES)}", param_hint="--dtype")
+    if curves is not None and not curves.parent.is_dir():
+        raise typer.BadParameter(f"{curves.parent} is no folder: make it first", param_hint="--curves")
     asked = _own_prompts() if prompts is None else read_suite(prompts)
     import torch
     from transformers.utils import logging as transformers_logging
@@ -67,12 +76,15 @@ def tune(
     work = tokenised(asked, model, tokenizer, False, max_new_tokens)
 
     typer.echo("measuring passes and drafting", err=True)
-    costs = measure(fast, contexts=context or CONTEXTS, rows=rows or (1,), repeats=repeats)
+    usual = (CONTEXTS, (1,)) if curves is None else (GROWING_CONTEXTS, GROWING_ROWS)
+    costs = measure(fast, contexts=context or usual[0], rows=rows or usual[1], repeats=repeats)
     plan = Plan(key_of(fast), costs, best=_static(fast, costs, work, max_new_tokens))
     adaptive = Speculator(model, source, nodes=nodes, depth=depth, plan=plan)
     figures = _adapted(adaptive, costs, work, max_new_tokens)
     plan = plan._replace(learned=adaptive.planning.learned["greedy"].as_dict())
     _show(costs, plan.best, figures)
+    if curves is not None:
+        _grow(costs, plan.key, curves)
     beside = [Path(heads) / FILE] if heads and not drafter and Path(heads).is_dir() else []
     _written(plan, [cached_path(plan.key), *beside])
 
@@ -164,3 +176,26 @@ def _show(costs: "Costs", best: "Best | None", figures: dict[str, float]) -> Non
         )
     if figures["expected speed over plain steps"] <= 1.0:
         console.print("guesses do not pay here: an adaptive plan decodes plainly, and tries them now and then")
+
+
+def _grow(costs: "Costs", key: dict[str, str], path: Path) -> None:
+    """Shows how a step's time grows with context, tree and batch, and keeps it at ``path``."""
+    points = []
+    for curve in costs.curves:
+        for nodes, seconds in zip(costs.sizes, curve.seconds, strict=True):
+            whole = seconds + costs.overhead
+            place = {"rows": curve.rows, "context": curve.context, "nodes": nodes}
+            points.append({**place, "seconds": whole, "seconds_a_row": whole / curve.rows})
+    console = Console(width=None if Console().is_terminal else WIDTH, highlight=False)
+    title = "milliseconds a step and row, trees of n nodes, without drafting: over tokens per pass, of a token"
+    table = Table(title=title, box=SIMPLE)
+    for heading in ("rows", "context", *(f"n {size}" for size in costs.sizes)):
+        table.add_column(heading, justify="right")
+    for curve in costs.curves:
+        own = [p for p in points if (p["rows"], p["context"]) == (curve.rows, curve.context)]
+        table.add_row(str(curve.rows), str(curve.context), *(f"{1000 * p['seconds_a_row']:.2f}" for p in own))
+    console.print(table)
+    drafts = [{"rows": d.rows, "depth": at, "seconds": s} for d in costs.drafts for at, s in enumerate(d.seconds)]
+    found = {"key": key, "overhead": costs.overhead, "points": points, "drafts": drafts}
+    write_whole(path, json.dumps(found, indent=1) + "\n")
+    typer.echo(f"written: {path}")

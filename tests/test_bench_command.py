@@ -21,6 +21,7 @@ from headstart.infer.bench import EQUAL, measure
 from headstart.infer.figures import ALL, PLAIN, Saved
 from headstart.infer.report import Report
 from headstart.infer.speculator import DRAFTERS, Speculator
+from headstart.scripts.bench_report import remarks
 from headstart.scripts.cli import app
 from headstart.scripts.contestants import speculators
 from tests.byte_tokenizer import byte_tokenizer
@@ -187,9 +188,20 @@ def test_the_page_has_a_row_a_source_with_what_it_costs(folder: Path) -> None:
         cells["verify ms"] == f"{1000 * one['verify']:.1f}" and cells["plain ms"] == f"{1000 * one['plain_step']:.1f}"
     )
     assert cells["accepted by depth"] == " ".join(f"{share:.2f}" for share in one["accepted_by_depth"])
-    assert cells["speed up"] == f"{one['speedup']:.2f}x" and cells["loop predicted"] == f"{one['predicted']:.2f}x"
+    assert cells["speed up"] == f"{one['speedup']:.2f}x" and cells["half predicted"] == f"{one['predicted']:.2f}x"
+    assert cells["half measured"] == f"{one['measured']:.2f}x" and cells["outside %"] == f"{100 * one['outside']:.1f}"
+    assert cells["outside ms/tok"] == f"{1000 * one['outside_token']:.2f}"
     assert cells["forwards"] == str(one["forwards"]) and cells["tokens"] == str(one["tokens"])
-    assert len(cells["prefill/draft/verify/accept/commit/other %"].split("/")) == 6
+    assert len(cells["prefill/draft/plan/verify/accept/commit/other %"].split("/")) == 7
+    theirs = found["figures"]["greedy"][PLAIN][ALL]
+    assert 0 < theirs["outside"] < 1 and theirs["outside_token"] > 0 and theirs["predicted"] is None
+
+
+def test_a_prediction_that_does_not_hold_is_named() -> None:
+    ones = {"near": (2.0, 1.9), "far": (2.4, 2.0), "unknown": (None, None), "half known": (None, 2.0)}
+    of = {n: {ALL: {"speedup": 1.5, "predicted": told, "measured": was}} for n, (told, was) in ones.items()}
+    said = remarks({"figures": {"greedy": of}, "contestants": [], "runs": []})
+    assert said == ["greedy: predicted off by more than 10%: far +20%"]
 
 
 @dataclass(frozen=True)

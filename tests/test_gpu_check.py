@@ -54,7 +54,7 @@ def test_all_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for row in found["steps"]:
         assert set(row["verdicts"]) <= {"equal", "near tie"} and sum(row["verdicts"].values()) == TINY.repeats
         assert 0 < row["kept"] < 1 and row["tokens_per_pass"] > 1 and row["loop_speedup"] > 0
-        assert set(row["step"]) == {"draft", "verify", "accept", "commit", "other"}
+        assert set(row["step"]) == {"draft", "plan", "verify", "accept", "commit", "other"}
         assert row["step"]["verify"] > 0 and row["graphs"] == (row["mode"] == "compiled")
     losses = found["launch"]["losses"]
     assert len(losses) == STEPS and losses[-1] < losses[0]

@@ -8,34 +8,26 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
 
 from headstart.infer.grow import Shape
 from headstart.infer.learned import Learned
 from headstart.infer.plan import (
-    CLASSES,
     SIZES,
-    TRUST,
     Best,
     Costs,
     Curve,
     Draft,
     Plan,
-    along,
     best_size,
     best_static,
-    calibrated,
-    claims,
-    classes,
     conditional,
     expected,
     isotonic,
     likeliest,
-    worth,
 )
 from headstart.infer.report import Report
-from headstart.infer.tree import DraftTree, depths
-from tests.reference import path_of, random_parents
+from headstart.infer.worth import CLASSES, ratios, worth
+from tests.test_worth import claimed_by, nothing, random_tree
 
 KEY = {"machine": "none"}
 
@@ -45,17 +37,6 @@ def made(slope: float = 0.03, level: float = 0.1, nodes: int = 64, depth: int = 
     sizes = (*(size for size in SIZES if size < nodes), nodes)
     curve = Curve(1, 64, tuple(step * (0.9 + slope * (size - 1)) for size in sizes))
     return Costs(sizes, (curve,), (Draft(1, tuple(step * level * d for d in range(depth + 1))),), 0.1 * step)
-
-
-def random_tree(n: int, generator: torch.Generator, rows: int = 1) -> DraftTree:
-    """Any tree with claims, the last nodes of every row but the first padded."""
-    parents = torch.tensor([random_parents(n, generator) for _ in range(rows)])
-    valid = torch.ones(rows, n, dtype=torch.bool)
-    for row in range(1, rows):
-        valid[row, n - row :] = False
-    parents = torch.where(valid, parents, -1)
-    logq = torch.rand(rows, n, generator=generator).clamp(min=0.01).log()
-    return DraftTree(torch.zeros_like(parents), parents, valid, logq)
 
 
 def closed(parents: list[int]) -> list[tuple[int, ...]]:
@@ -100,91 +81,35 @@ def test_costs_between_and_past_what_was_measured() -> None:
 
 def test_a_plan_comes_back_whole_and_another_version_is_refused() -> None:
     learned = Learned.nothing(3)
-    learned.claimed[1, 2], learned.forecast[0, 1], learned.purse, learned.on = 3.5, 1.25, 4.0, False
+    learned.claimed[1][2], learned.forecast[0][1], learned.purse, learned.on = 3.5, 1.25, 4.0, False
     best = Best(Shape.of([[0], [0, 1]]), 2, 1.9, 1.4)
     plan = Plan(KEY, made(nodes=12), learned.as_dict(), best)
     read = Plan.from_dict(json.loads(json.dumps(plan.as_dict())))
     assert read == plan and read.best is not None and read.best.nodes == 3
     again = Learned.from_dict(read.learned or {}, 5)  # a source that guesses deeper
-    assert again.claimed.shape == (5, CLASSES) and again.claimed[1, 2] == 3.5 and again.claimed.sum() == 3.5
-    assert again.forecast[0, 1] == 1.25 and int(again.forecast.isnan().sum()) == again.forecast.numel() - 1
+    assert [len(row) for row in again.claimed] == [CLASSES] * 5 and again.claimed[1][2] == 3.5
+    assert sum(map(sum, again.claimed)) == 3.5 and again.forecast[0][1] == 1.25
+    assert sum(math.isnan(x) for row in again.forecast for x in row) == 5 * len(SIZES) - 1
     assert again.purse == 4.0 and again.on is False and again.steps == 0
     for broken in ({}, [], plan.as_dict() | {"version": 99}, plan.as_dict() | {"costs": {}}, {"version": 1}):
         with pytest.raises(ValueError, match="headstart tune"):
             Plan.from_dict(broken)  # type: ignore[arg-type]
 
 
-# what guesses are worth ----------------------------------------------------------------------------------------------
+# trees of a step -----------------------------------------------------------------------------------------------------
 
 
-def test_claims_are_sums_along_paths() -> None:
-    g = torch.Generator().manual_seed(1)
-    for n in (1, 2, 5, 17):
-        tree = random_tree(n, g, rows=2 if n > 2 else 1)
-        found = claims(tree)
-        for row in range(len(found)):
-            for node in range(n):
-                if not tree.valid[row, node]:
-                    assert found[row, node] == -torch.inf
-                    continue
-                assert tree.logq is not None
-                path = path_of(tree.parents[row].tolist(), node)[1:]
-                torch.testing.assert_close(found[row, node], tree.logq[row, path].sum())
-
-
-def test_without_probabilities_a_claim_goes_by_the_place_among_siblings() -> None:
-    parents = torch.tensor([[-1, 0, 0, 1, 1, 0]])
-    tree = DraftTree(parents, parents, torch.ones_like(parents, dtype=torch.bool))
-    assert claims(tree).exp()[0].tolist() == pytest.approx([1, 1 / 2, 1 / 4, 1 / 4, 1 / 8, 1 / 8])
-
-
-def test_a_calibration_begins_with_the_claim_and_goes_to_what_is_seen() -> None:
-    path, depth = torch.tensor([0.9, 0.9, 0.05]).log(), torch.tensor([1, 2, 1])
-    nothing = torch.zeros(2, CLASSES)
-    torch.testing.assert_close(calibrated(path, depth, nothing, nothing), path.exp())
-    claimed, kept = nothing.clone(), nothing.clone()
-    claimed[0, classes(path)[0]], kept[0, classes(path)[0]] = 90.0, 5.0
-    found = calibrated(path, depth, claimed, kept)
-    assert found.tolist() == pytest.approx([0.9 * (5 + TRUST) / (90 + TRUST), 0.9, 0.05])
-    kept[0] = 1000.0
-    assert calibrated(path, depth, claimed, kept).max() == 1.0  # a chance, whatever the ratio
-    assert classes(torch.tensor([0.0, -0.1, -1e9, -torch.inf])).tolist() == [0, 0, CLASSES - 1, CLASSES - 1]
-
-
-def test_no_node_is_worth_more_than_its_parent() -> None:
-    g = torch.Generator().manual_seed(2)
-    tree = random_tree(12, g, rows=3)
-    depth = depths(tree.parents)
-    evidence = (10 * torch.rand(4, CLASSES, generator=g), 10 * torch.rand(4, CLASSES, generator=g))
-    chance = worth(tree, claims(tree), depth, *evidence)
-    assert (chance[:, 0] == 1).all() and (chance[~tree.valid] == 0).all()
-    above = chance.gather(1, tree.parents.clamp(min=0))
-    assert (chance <= above + 1e-9).all()
-    raw = calibrated(claims(tree), depth, *evidence)
-    raw[:, 0] = 1.0
-    for row, node in tree.valid.nonzero().tolist():
-        path = path_of(tree.parents[row].tolist(), node)
-        assert chance[row, node] == raw[row, path].min()
-
-
-def test_along_takes_any_operation() -> None:
-    parents = torch.tensor([[-1, 0, 1, 2, 3, 4, 5]])
-    assert along(parents, torch.tensor([[0, 1, 2, 3, 4, 5, 6]]), torch.add)[0].tolist() == [0, 1, 3, 6, 10, 15, 21]
-    assert along(parents, torch.tensor([[9, 7, 8, 3, 5, 1, 2]]), torch.minimum)[0].tolist() == [9, 7, 7, 3, 3, 1, 1]
-
-
-def brute_force(parents: list[int], chance: Tensor, seconds: list[float], rate: float, sizes: list[int]) -> float:
+def brute_force(parents: list[int], chance: list[float], seconds: list[float], rate: float, sizes: list[int]) -> float:
     """The most of tokens - rate x seconds over every tree that is part of this one and has one of the ``sizes``."""
     trees = [nodes for nodes in closed(parents) if len(nodes) in sizes]
-    return max(float(chance[list(nodes)].sum()) - rate * seconds[len(nodes) - 1] for nodes in trees)
+    return max(sum(chance[node] for node in nodes) - rate * seconds[len(nodes) - 1] for nodes in trees)
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_the_likeliest_nodes_of_the_best_size_are_the_best_of_all_trees(seed: int) -> None:
     g = torch.Generator().manual_seed(seed)
     tree = random_tree(9, g)
-    nothing = torch.zeros(3, CLASSES)
-    chance = worth(tree, claims(tree), depths(tree.parents), nothing, nothing)
+    chance = worth(claimed_by(tree), ratios(nothing(3), nothing(3)))
     seconds = torch.rand(9, generator=g).cumsum(0).tolist()
     for rate in (0.05, 0.5, 2.0):
         for sizes in ([1, 2, 4, 6, 8, 9], [1, 9], list(range(1, 10))):
@@ -195,7 +120,7 @@ def test_the_likeliest_nodes_of_the_best_size_are_the_best_of_all_trees(seed: in
 
 
 def test_rows_of_a_batch_are_worth_what_they_are_worth_together() -> None:
-    chance = torch.tensor([[1.0, 0.2, 0.5], [1.0, 0.0, 0.0]])
+    chance = [[1.0, 0.2, 0.5], [1.0, 0.0, 0.0]]
     assert expected(chance, [1, 2, 3]) == pytest.approx([2.0, 2.5, 2.7])
     assert expected(chance, [8]) == pytest.approx([2.7])
 

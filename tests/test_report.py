@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
+from typing import Any
 
-from headstart.infer.report import Clock, Report
+import pytest
+import torch
+
+from headstart.infer.report import Clock, Report, wait
 from headstart.train.evaluate import loops_at_end
 
 
@@ -39,11 +42,69 @@ def test_a_lossy_rule_is_named_so() -> None:
 
 def test_the_clock_charges_each_part() -> None:
     report = Report()
-    clock = Clock(report)
+    clock = Clock(report.seconds, torch.device("cpu"))
     clock.lap("prefill")
     clock.lap("verify")
+    clock.stop()
     assert report.seconds["prefill"] > 0 and report.seconds["verify"] > 0 and report.seconds["draft"] == 0
     assert report.total_seconds == pytest.approx(sum(report.seconds.values()))
+
+
+class Device:
+    """An accelerator that does its work after the host has gone on; its events know when it had done what came before
+    them, and only once the host has waited for it."""
+
+    def __init__(self) -> None:
+        self.now, self.waits = 0.0, 0
+
+    def event(self, device: torch.device, enable_timing: bool) -> Any:
+        assert device.type == "cuda" and enable_timing
+        return Event(self)
+
+    def synchronize(self, device: torch.device) -> None:
+        self.waits += 1
+
+
+class Event:
+    def __init__(self, device: Device) -> None:
+        self.device, self.at = device, -1.0
+
+    def record(self) -> None:
+        self.at = self.device.now
+
+    def elapsed_time(self, other: Event) -> float:
+        assert self.device.waits, "asked before the device was done"
+        return 1000 * (other.at - self.at)
+
+
+def test_the_clock_charges_what_passed_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host only asks for a pass and then waits in accepting: the pass is charged for its own time all the same, and
+    the clock waits once, at the end."""
+    device = Device()
+    monkeypatch.setattr(torch, "Event", device.event)
+    monkeypatch.setattr(torch.accelerator, "synchronize", device.synchronize)
+    report = Report()
+    clock = Clock(report.seconds, torch.device("cuda"))
+    for part, seconds in (("prefill", 2.0), ("draft", 0.5), ("verify", 1.0), ("accept", 0.25), ("draft", 0.125)):
+        device.now += seconds
+        clock.lap(part)
+    assert device.waits == 0 and report.total_seconds == 0.0
+    clock.stop()
+    expected = {"prefill": 2.0, "draft": 0.625, "plan": 0.0, "verify": 1.0, "accept": 0.25, "commit": 0.0}
+    assert report.seconds == expected and device.waits == 1
+    device.now += 1.0
+    clock.lap("commit")
+    clock.stop()
+    assert report.seconds == expected | {"commit": 1.0}  # nothing is charged twice
+
+
+def test_nobody_waits_for_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[torch.device] = []
+    monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
+    wait(torch.device("cpu"))
+    assert waited == []
+    wait(torch.device("cuda", 1))
+    assert waited == [torch.device("cuda", 1)]
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from headstart.heads import FAMILIES
 from headstart.infer import costs as costs_of
 from headstart.infer.costs import FILE, cached_path, described, keep, key_of, measure, plan_in, read_plan
 from headstart.infer.plan import Plan
+from headstart.infer.planner import Adaptive
 from headstart.infer.speculator import Speculator
 from headstart.scripts.cli import app
 from tests.byte_tokenizer import byte_tokenizer
@@ -71,6 +73,32 @@ def test_what_is_measured_is_one_pass(model: Any) -> None:
     assert [draft.rows for draft in found.drafts] == [1, 2]
     assert found.drafts[0].seconds == (0.0,) * 11  # no forward of the target in it
     assert found.overhead > 0
+
+
+def test_what_is_beside_both_models_is_measured_with_a_planner_at_work(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that drafts in every step and asks before every level, whatever the guesses bring, and leaves nothing behind:
+    its time is part of what is measured."""
+    fast, asked, plain = Speculator(model, SOURCES["medusa"](model), nodes=6), [0, 0], []
+    more, cut = Adaptive._more, Adaptive.cut
+
+    def slow(self: Adaptive, tree: Any) -> Any:
+        asked[0] += 1
+        time.sleep(0.05)
+        return cut(self, tree)
+
+    def asking(self: Adaptive, path: Any, depth: int) -> bool:
+        asked[1] += 1
+        return more(self, path, depth)
+
+    planning = fast.planning
+    monkeypatch.setattr(Adaptive, "cut", slow)
+    monkeypatch.setattr(Adaptive, "_more", asking)
+    monkeypatch.setattr(Adaptive, "learn", lambda self, *_: plain.append(self.plain_steps))
+    found = measure(fast, contexts=(8,), repeats=1)
+    assert fast.planning is planning and asked[0] >= 10 and asked[1] >= 2 * asked[0] and set(plain) == {0}
+    assert found.overhead >= 0.04  # but for the last step, there is room for guesses in all
 
 
 @pytest.mark.parametrize("source", ["medusa", "eagle3", "draft-model-tree", "lookahead", "medusa-and-prompt-lookup"])
@@ -237,6 +265,24 @@ def test_tune_writes_a_plan_that_the_heads_are_loaded_with(folder: Path, cache: 
     assert Speculator.from_pretrained(str(folder / "heads"), target).planning.plan is None
 
 
+def test_growth_curves_are_shown_and_kept(folder: Path, tmp_path: Path) -> None:
+    """A point for every batch size, context and tree; the plan holds the same figures."""
+    kept = tmp_path / "curves.json"
+    asked = ["--drafter", "prompt-lookup", "--curves", str(kept), "--context", "32", "--rows", "1", "--rows", "2"]
+    done = run(folder, *asked)
+    assert done.exit_code == 0, (done.output, done.exception)
+    assert "milliseconds a step and row" in done.output and f"written: {kept}" in done.output.replace("\n", "")
+    found = json.loads(kept.read_text())
+    places = [(p["rows"], p["context"], p["nodes"]) for p in found["points"]]
+    assert places == [(b, c, n) for b in (1, 2) for c in (16, 32) for n in (1, 2, 4, 6, 8)]
+    assert all(p["seconds_a_row"] == pytest.approx(p["seconds"] / p["rows"]) for p in found["points"])
+    plan = read_plan(cached_path(found["key"]))
+    assert plan is not None and plan.costs.overhead == found["overhead"]
+    wide = [p["seconds"] - found["overhead"] for p in found["points"] if (p["rows"], p["context"]) == (2, 32)]
+    assert wide == pytest.approx(list(plan.costs.curves[3].seconds))
+    assert {d["depth"] for d in found["drafts"]} == set(range(len(plan.costs.drafts[0].seconds)))
+
+
 def test_tune_without_heads_writes_into_the_cache(folder: Path, cache: Path) -> None:
     done = run(folder, "--drafter", "prompt-lookup")
     assert done.exit_code == 0, (done.output, done.exception)
@@ -262,6 +308,7 @@ def test_no_name_of_a_machine_or_path_stands_in_a_plan(folder: Path) -> None:
         (["--drafter", "prompt-lookup", "--dtype", "int8"], "expected one of auto"),
         (["--drafter", "prompt-lookup", "--nodes", "1"], "2"),
         (["--drafter", "no-such"], "known are"),
+        (["--drafter", "prompt-lookup", "--curves", "none/curves.json"], "none is no folder"),
         (["--drafter", "prompt-lookup", "--prompts", "none.jsonl"], "none.jsonl"),
     ],
 )
