@@ -42,6 +42,7 @@ def test_secrets_and_places_are_found(text: str) -> None:
     [
         '{"pad_token_id": 2, "max_new_tokens": 5, "pad_token": "<pad>", "eos_token": "</s>"}',  # FC-122
         "token: null\nauth_token: ***",
+        '{"first_token": 0.6218827894990682, "last_token": 4.1e-05}',  # times, as in a benchmark's file
         "1.523 tokens per pass; the bonus token is counted",
         "https://huggingface.co/user/data/tree/main and user/repo",
         r"about ~3/4 of it; a switch /no_think; a pattern \\d+/\\w+; POST /v1/chat/completions",

@@ -11,7 +11,7 @@ from huggingface_hub import get_token
 from headstart.train.redact import held_secrets, names_secret
 
 SETTING = re.compile(r"""(?<![\w-])["']?([\w-]+)["']?\s*[:=]\s*["']?([^\s"',}]{4,})""")
-EMPTY = re.compile(r"null|none|true|false|-?\d+|<.*|\*+", re.IGNORECASE)
+EMPTY = re.compile(r"null|none|true|false|-?\d+(\.\d*)?(e[+-]?\d+)?|<.*|\*+", re.IGNORECASE)
 KEYS = re.compile(
     r"\bhf_[A-Za-z0-9]{20,}|\bsk-[A-Za-z0-9_-]{20,}|\bgh[pousr]_[A-Za-z0-9]{30,}|\bAKIA[0-9A-Z]{16}\b"
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----"
