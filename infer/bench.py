@@ -23,6 +23,7 @@ from headstart.infer.draft_merge import Merged
 from headstart.infer.drafter import Source
 from headstart.infer.figures import FIRST, PLAIN, Run, loops_at_end
 from headstart.infer.parity import first_difference
+from headstart.infer.prepack import Prepacked
 from headstart.infer.report import OUTSIDE, Report
 from headstart.infer.speculator import Speculator
 from headstart.infer.watch import FirstToken, Forwards, watched
@@ -72,14 +73,17 @@ class Contestant:
         return cls(name, fast.generate, fast)
 
 
-def stock(target: Any, *, lookup: bool, assistant: Any = None) -> list[Contestant]:
-    """Plain ``generate``, and what else transformers has: prompt lookup, and assisted generation by ``assistant``."""
+def stock(target: Any, lookup: bool = False, assistant: Any = None, prepacked: bool = False) -> list[Contestant]:
+    """Plain ``generate``, and what else goes without heads: transformers' prompt lookup, its assisted generation by
+    ``assistant``, and plain ``generate`` by prepacked weights, which tells what those alone are worth."""
     made = [Contestant(PLAIN, target.generate)]
     if lookup:
         call = partial(target.generate, prompt_lookup_num_tokens=LOOKUP_TOKENS)
         made.append(Contestant("transformers prompt-lookup", call))
     if assistant is not None:
         made.append(Contestant("transformers assisted", partial(target.generate, assistant_model=assistant)))
+    if prepacked:
+        made.append(Contestant("plain, prepacked", Prepacked([target]).around(target.generate)))
     return made
 
 

@@ -102,6 +102,7 @@ def key_of(fast: Any) -> dict[str, str]:
         "quantised": str(getattr(model, "quantization_method", None) or "no"),
         "attention": str(text._attn_implementation),
         "compiled": fast.compiled or "no",
+        **({"prepacked": "yes"} if fast.packed else {}),
         "guesses": described(fast.source),
     }
 
@@ -179,12 +180,13 @@ def measure(
     most = (getattr(text, "max_position_embeddings", None) or 1 << 60) - fast.depth - (repeats + 1) * fast.depth - 2
     fit = sorted({max(1, min(context, most)) for context in contexts})
     sizes = (*(size for size in SIZES if size < fast.nodes), fast.nodes)
-    seconds = {(b, c): _verify(fast, b, c, sizes, repeats, clock) for b in rows for c in fit}
+    with fast.layout:
+        seconds = {(b, c): _verify(fast, b, c, sizes, repeats, clock) for b in rows for c in fit}
+        drafts = tuple(Draft(b, tuple(_draft(fast, b, fit[0], repeats, clock))) for b in rows)
     for b in rows:  # a longer text takes no less
         for before, after in itertools.pairwise(fit):
             seconds[b, after] = [max(pair) for pair in zip(seconds[b, before], seconds[b, after], strict=True)]
     curves = tuple(Curve(b, c, tuple(found)) for (b, c), found in seconds.items())
-    drafts = tuple(Draft(b, tuple(_draft(fast, b, fit[0], repeats, clock))) for b in rows)
     return Costs(sizes, curves, drafts, _overhead(fast, fit[0], repeats))
 
 

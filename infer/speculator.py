@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -19,27 +19,17 @@ from headstart.infer.accept import LOSSY, RULES, Rule, block, match, typical
 from headstart.infer.checks import bare, check_bound, check_call, check_length, check_target, left_aligned
 from headstart.infer.costs import check_plan, one_shape, plan_for, plan_in
 from headstart.infer.decode import Limits, decode
-from headstart.infer.draft_heads import HeadsSource
-from headstart.infer.draft_lookahead import Lookahead
-from headstart.infer.draft_merge import Merged
-from headstart.infer.draft_model import DraftModel
-from headstart.infer.draft_ngram import PromptLookup, TokenRecycling
 from headstart.infer.drafter import Source, sampling_as
+from headstart.infer.drafters import check_shapes, source_of
 from headstart.infer.plan import Plan
 from headstart.infer.planner import Planning
+from headstart.infer.prepack import Prepacked, modules_of
 from headstart.infer.probe import check_model
 from headstart.infer.report import Report
 from headstart.infer.target import Target, compute_dtype, home
 from headstart.infer.visit import Emission
 
 logger = logging.getLogger(__name__)
-
-DRAFTERS: dict[str, Callable[..., Source]] = {
-    "prompt-lookup": PromptLookup,
-    "token-recycling": TokenRecycling,
-    "lookahead": Lookahead,
-}
-"""Sources of guesses that need no weights, by name: a new one is a file draft_x.py and a line here."""
 
 
 class Speculator:
@@ -59,6 +49,7 @@ class Speculator:
         depth: int | None = None,
         walk: bool | None = None,
         compile: bool | str = False,
+        prepack: bool = False,
         plan: str | Plan = "fixed",
         **options: Any,
     ) -> None:
@@ -66,13 +57,16 @@ class Speculator:
 
         ``nodes`` a pass verifies, root included; ``depth`` guesses on the longest path (None = all the source has);
         ``walk`` accepts without a sync for each token where that is exact (None = on an accelerator); ``compile`` runs
-        the verify pass through torch.compile (True, or the name of a backend); ``plan`` "fixed" spends all of nodes and
-        depth in every step, "adaptive" what pays by costs measured here once, a Plan by what ``headstart tune`` found;
+        the verify pass through torch.compile (True, or the name of a backend); ``prepack`` keeps bfloat16 weights on a
+        CPU a second time, as it multiplies fastest by them; ``plan`` "fixed" spends all of nodes and depth in every
+        step, "adaptive" what pays by costs measured here once, a Plan by what ``headstart tune`` found;
         ``options`` are the fields of HeadsSource, DraftModel or the named source. Raises ValueError where target and
         source do not fit, before any token.
         """
-        source = _source(source, options)
+        source = source_of(source, options)
         check_plan(plan)
+        if compile and prepack:
+            raise ValueError("compile and prepack exclude each other: the compiler lays weights out itself")
         source, nodes = one_shape(source, nodes, plan) if compile else (source, nodes)
         if rule not in RULES:
             raise ValueError(f"unknown rule {rule!r}; known are {sorted(RULES)}")
@@ -86,9 +80,11 @@ class Speculator:
         if depth is not None and depth > most:
             self.notes.append(f"depth {depth} was asked for, {source.name} guesses {most} tokens: {most} is used")
         self.nodes, self.depth = nodes, most if depth is None else min(depth, most)
-        _check_shapes(source, nodes)
+        check_shapes(source, nodes)
         self.compiled = _backend(compile) if compile else None
         self._compiled = torch.compile(model, backend=self.compiled, dynamic=False) if self.compiled else None
+        self.packed = Prepacked([model, *modules_of(source)]) if prepack else None
+        self.layout = self.packed or nullcontext()
         self._sizes = (nodes,) if plan == "fixed" else (1, nodes)  # few shapes to compile
         self.planning = Planning(None, self.depth)
         self.planning = Planning(plan_for(self, plan), self.depth)  # may measure, by calls without a plan
@@ -180,7 +176,8 @@ class Speculator:
             prompt = (ids.to(device), lengths.to(device))
             kind = name if generation_config.do_sample else "greedy"
             planner = self.planning.begin(kind, len(ids), drawing is not None)
-            report = decode(target, drafter, rule, visit, *prompt, limits, known, walking, planner)
+            with self.layout:
+                report = decode(target, drafter, rule, visit, *prompt, limits, known, walking, planner)
             self.planning.end(kind, planner)
             report.drafter, report.rule, report.lossless = self.source.name, name, name not in LOSSY
             report.dtype, report.attention = str(compute_dtype(model)).removeprefix("torch."), text._attn_implementation
@@ -240,19 +237,6 @@ def heads_for(target: Any, source: str, **where: Any) -> DraftHeads:
     return heads
 
 
-def _check_shapes(source: Source, nodes: int) -> None:
-    """Raises ValueError where a fixed shape has more nodes than its source may fill."""
-    parts = source.sources if isinstance(source, Merged) else (source,)
-    for place, part in enumerate(parts):
-        shape = getattr(part, "shape", None)
-        room = source.first(nodes) if isinstance(source, Merged) and place == 0 else nodes
-        if shape is not None and len(shape.parents) > room:
-            raise ValueError(
-                f"the shape has {len(shape.parents)} nodes, {part.name} may fill {room} of nodes={nodes} here: raise "
-                "nodes (in a merge also share), or take nodes out of the shape"
-            )
-
-
 def _backend(compile: bool | str) -> str:
     """The backend's name; raises ValueError naming the known ones."""
     name = "inductor" if compile is True else str(compile)
@@ -260,31 +244,6 @@ def _backend(compile: bool | str) -> str:
     if name not in known:
         raise ValueError(f"unknown torch.compile backend {name!r}; known are {known}")
     return name
-
-
-def _source(source: Any, options: dict[str, Any]) -> Source:
-    """What a Speculator was given as a Source; a list becomes a merge. Raises ValueError naming what is known."""
-    if isinstance(source, (list, tuple)):
-        share = {"share": options.pop("share")} if "share" in options else {}
-        if options and not any(isinstance(part, DraftHeads) for part in source):
-            raise ValueError(f"options {sorted(options)} belong to heads, and there are none in this merge")
-        return Merged(tuple(_source(part, options if isinstance(part, DraftHeads) else {}) for part in source), **share)
-    make: Callable[..., Source] | None = HeadsSource if isinstance(source, DraftHeads) else None
-    if make is None and isinstance(source, PreTrainedModel):
-        make = DraftModel
-    if isinstance(source, str):
-        if source not in DRAFTERS:
-            raise ValueError(f"unknown drafter {source!r}; known are {sorted(DRAFTERS)}, or heads in memory")
-        make = DRAFTERS[source]
-    if make is None:
-        if options:
-            raise ValueError(f"options {sorted(options)} belong to heads or a named drafter; this is a made Source")
-        return source  # type: ignore[no-any-return]
-    known = [f.name for f in dataclasses.fields(make) if f.name not in ("heads", "model", "name", "wants")]  # type: ignore[arg-type]
-    unknown = sorted(set(options) - set(known))
-    if unknown:
-        raise ValueError(f"unknown options {unknown}; known here are {sorted(known)}")
-    return make(**options) if isinstance(source, str) else make(source, **options)
 
 
 def _output(visit: Emission, target: Target, config: GenerationConfig) -> Tensor | GenerateDecoderOnlyOutput:

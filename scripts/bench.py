@@ -49,7 +49,7 @@ def bench(
     data: Annotated[Path | None, typer.Option(envvar="HEADSTART_DATA", help="Folder of the named suites.")] = None,
     heads: Annotated[Names, typer.Option(help="Folder or Hub id of heads; repeat.")] = None,
     drafter: Annotated[Names, typer.Option(help="prompt-lookup ..., or a merge: heads+prompt-lookup; repeat.")] = None,
-    baseline: Annotated[Names, typer.Option(help=f"Of transformers: {', '.join(BASELINES)}; repeat.")] = None,
+    baseline: Annotated[Names, typer.Option(help=f"Without heads: {', '.join(BASELINES)}; repeat.")] = None,
     draft_model: Annotated[str | None, typer.Option(help="A small LM that drafts, for both sides.")] = None,
     limit: Annotated[int | None, typer.Option(callback=ONE, help="This many prompts, evenly over the tasks.")] = None,
     max_new_tokens: Annotated[int | None, typer.Option(callback=ONE, help="Longest answer; default: 128.")] = None,
@@ -59,8 +59,9 @@ def bench(
     depth: Annotated[int | None, typer.Option(callback=ZERO, help="Guesses on the longest path; default: all.")] = None,
     chain: Annotated[bool, typer.Option("--chain", help="One guess a depth from --heads, as engines draft.")] = False,
     rule: Annotated[str, typer.Option(help="How guesses are accepted when sampling.")] = "match",
-    plan: Annotated[Names, typer.Option(help="fixed or adaptive: what a step may spend on guesses; repeat.")] = None,
+    plan: Annotated[Names, typer.Option(help="What a step spends: fixed, adaptive, or a tree as 8x2; repeat.")] = None,
     batch_size: Annotated[int, typer.Option(callback=ONE, help="Prompts decoded at once.")] = 1,
+    prepack: Annotated[bool, typer.Option(help="Keep bfloat16 weights on a CPU packed for it too.")] = False,
     first_token: Annotated[
         list[int] | None,
         typer.Option(help="Time it after so many prompt tokens; repeat; default: 128, 2048, 8192; 0 = not at all."),
@@ -89,15 +90,16 @@ def bench(
 
     loaded = [(folder, load_heads(folder)) for folder in heads or []]
     model, tokenizer, draft = load_models(target, draft_model, dtype, device)
-    contestants = stock(model, lookup="prompt-lookup" in (baseline or []), assistant=draft and draft.model)
-    speculate = partial(Speculator, model, nodes=nodes, depth=depth, rule=rule)
+    wanted = baseline or []
+    contestants = stock(model, "prompt-lookup" in wanted, draft and draft.model, "prepacked" in wanted)
+    speculate = partial(Speculator, model, nodes=nodes, depth=depth, rule=rule, prepack=prepack)
     contestants += speculators(speculate, model, loaded, draft, drafter, plans, chain)
     prompts = spread(tokenised(rows, model, tokenizer, raw, new), limit)
     lengths = _fitting(model, lengths, nodes)
     work = _jobs(model, tokenizer, batches(prompts, batch_size), prompts, temperatures, new, lengths)
     asked: dict[str, Any] = {"suite": suite, "target": target, "draft_model": draft_model, "prompts": len(prompts)}
     asked |= {"nodes": nodes, "depth": depth, "chain": chain or None, "rule": rule, "plan": ", ".join(plans)}
-    asked |= {"batch_size": batch_size}
+    asked |= {"batch_size": batch_size, "prepack": "yes" if prepack else None}
     asked |= {"max_new_tokens": new, "seed": seed, "first_token": " ".join(map(str, lengths)) or None}
     protocol = _protocol(model, asked, loaded, prompts, temperatures)
     typer.echo("; ".join(f"{key} {value}" for key, value in protocol.items() if value is not None))

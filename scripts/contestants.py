@@ -1,5 +1,6 @@
 """Who decodes in a benchmark: names are checked before models load, then made into contestants."""
 
+import re
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,7 +10,8 @@ import typer
 if TYPE_CHECKING:
     from headstart.infer.bench import Contestant
 
-BASELINES = ("plain", "prompt-lookup", "assisted")  # of transformers itself; plain always runs
+BASELINES = ("plain", "prompt-lookup", "assisted", "prepacked")  # transformers' own; plain always runs
+TREE = re.compile(r"([1-9]\d*)x(\d+)")  # a fixed plan of its own: nodes, root included, x guesses on a path
 HEADS, DRAFT = "heads", "draft-model"  # in a merge: the last --heads, and --draft-model
 Names = list[str] | None
 
@@ -20,15 +22,16 @@ def check_names(
     """Raises BadParameter for names that stand for nothing, naming the known ones."""
     from headstart.infer.accept import RULES
     from headstart.infer.costs import PLANS
-    from headstart.infer.speculator import DRAFTERS
+    from headstart.infer.drafters import DRAFTERS
 
     if not (heads or drafter or baseline or draft_model):
         raise typer.BadParameter("nothing to compare: give --heads, --drafter, --draft-model or --baseline")
     if rule not in RULES:
         raise typer.BadParameter(f"unknown rule {rule!r}; known are {', '.join(RULES)}", param_hint="--rule")
     for plan in plans:
-        if plan not in PLANS:
-            raise typer.BadParameter(f"unknown plan {plan!r}; known are {', '.join(PLANS)}", param_hint="--plan")
+        if plan not in PLANS and not TREE.fullmatch(plan):
+            said = f"unknown plan {plan!r}; known are {', '.join(PLANS)}, and nodes x depth as in 8x2"
+            raise typer.BadParameter(said, param_hint="--plan")
     for name in baseline or []:
         if name not in BASELINES:
             said = f"unknown baseline {name!r}; known are {', '.join(BASELINES)}"
@@ -93,5 +96,7 @@ def speculators(
     for source_name, source, plan in ((name, source, plan) for name, source in sources for plan in plans):
         name = source_name if plans == [plan] else f"{source_name}, {plan}"
         again = sum(contestant.name.split(" #")[0] == name for contestant in made)
-        made.append(Contestant.ours(f"{name} #{again + 1}" if again else name, speculate(source, plan=plan)))
+        tree = TREE.fullmatch(plan)
+        spent = {"nodes": int(tree[1]), "depth": int(tree[2])} if tree else {"plan": plan}
+        made.append(Contestant.ours(f"{name} #{again + 1}" if again else name, speculate(source, **spent)))
     return made

@@ -57,6 +57,7 @@ def generate(
     dtype: Annotated[str, typer.Option(help=f"Weights of the target: {', '.join(DTYPES)}.")] = "auto",
     device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; default: cuda where there is one.")] = None,
     raw: Annotated[bool, typer.Option(help="Continue the text as it stands, without the chat template.")] = False,
+    prepack: Annotated[bool, typer.Option(help="Keep bfloat16 weights on a CPU packed for it too.")] = False,
     save: Annotated[Path | None, typer.Option(help="Write the figures of --compare here, as JSON.")] = None,
     show_tree: Annotated[
         bool, typer.Option("--show-tree", help="Draw the tree of the pass that gave most tokens.")
@@ -77,8 +78,9 @@ def generate(
     from transformers.utils import logging as transformers_logging
 
     from headstart.infer.accept import RULES
+    from headstart.infer.drafters import DRAFTERS
     from headstart.infer.embedded import load_target
-    from headstart.infer.speculator import DRAFTERS, Speculator
+    from headstart.infer.speculator import Speculator
     from headstart.scripts.doctor import look_at  # which imports DTYPES from here
 
     if rule not in RULES:
@@ -91,7 +93,7 @@ def generate(
     transformers_logging.disable_progress_bar()  # of loading weights: it would stand between the texts
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     model, tokenizer = load_target(target, dtype=None if dtype == "auto" else getattr(torch, dtype), device=device)
-    options: dict[str, Any] = {"nodes": nodes, "depth": depth, "rule": rule}
+    options: dict[str, Any] = {"nodes": nodes, "depth": depth, "rule": rule, "prepack": prepack}
     sources = []  # with --heads and --drafter the heads alone are compared too
     if heads and (compare or not drafter):
         sources.append(Speculator.from_pretrained(heads, model, tokenizer=tokenizer, **options))

@@ -1,6 +1,7 @@
 """`headstart tune`: what passes and guesses cost here and how many are kept, measured and written down as a plan."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -47,6 +48,7 @@ def tune(
         Path | None,
         typer.Option(help="JSON file for how a step's time grows: contexts to 4096, batches to 8, unless told."),
     ] = None,
+    prepack: Annotated[bool, typer.Option(help="Keep bfloat16 weights on a CPU packed for it too.")] = False,
     repeats: Annotated[int, typer.Option(min=1, help="Times each figure is measured; the median counts.")] = 7,
     dtype: Annotated[str, typer.Option(help=f"Weights of the target: {', '.join(DTYPES)}.")] = "auto",
     device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; default: cuda where there is one.")] = None,
@@ -72,14 +74,15 @@ def tune(
     model, tokenizer = load_target(target, dtype=None if dtype == "auto" else getattr(torch, dtype), device=device)
     parts: list[Any] = [*([drafter] if drafter else []), *([heads_for(model, heads)] if heads else [])]
     source = parts if len(parts) > 1 else parts[0]
-    fast = Speculator(model, source, nodes=nodes, depth=depth)
+    speculate = partial(Speculator, model, source, nodes=nodes, depth=depth, prepack=prepack)
+    fast = speculate()
     work = tokenised(asked, model, tokenizer, False, max_new_tokens)
 
     typer.echo("measuring passes and drafting", err=True)
     usual = (CONTEXTS, (1,)) if curves is None else (GROWING_CONTEXTS, GROWING_ROWS)
     costs = measure(fast, contexts=context or usual[0], rows=rows or usual[1], repeats=repeats)
     plan = Plan(key_of(fast), costs, best=_static(fast, costs, work, max_new_tokens))
-    adaptive = Speculator(model, source, nodes=nodes, depth=depth, plan=plan)
+    adaptive = speculate(plan=plan)
     figures = _adapted(adaptive, costs, work, max_new_tokens)
     plan = plan._replace(learned=adaptive.planning.learned["greedy"].as_dict())
     _show(costs, plan.best, figures)

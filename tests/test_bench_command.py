@@ -18,9 +18,10 @@ from typer.testing import CliRunner
 from headstart.heads import FAMILIES
 from headstart.infer import bench as measuring
 from headstart.infer.bench import EQUAL, measure
+from headstart.infer.drafters import DRAFTERS
 from headstart.infer.figures import ALL, PLAIN, Saved
 from headstart.infer.report import Report
-from headstart.infer.speculator import DRAFTERS, Speculator
+from headstart.infer.speculator import Speculator
 from headstart.scripts.bench_report import remarks
 from headstart.scripts.cli import app
 from headstart.scripts.contestants import speculators
