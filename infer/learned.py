@@ -14,9 +14,9 @@ from headstart.infer.plan import SIZES, expected
 from headstart.infer.worth import CLASSES, Guesses, Table
 
 START = 2.0  # plain steps that guesses may lose before anything is known of them
-MEMORY = 0.96  # what a drafted step leaves of the evidence before it: about twenty-five steps count
+MEMORY = 0.98  # what a drafted step leaves of the evidence before it: about fifty steps count
 FORGET = 0.8  # the same in a probe: evidence from before the guesses were given up is old news
-SLOWEST = 0.05  # weight of a step in the moving averages, once there were twenty
+SLOWEST = 0.02  # weight of a step in the moving averages, once there were fifty
 OFF, ON = 0.98, 1.02  # speed over plain steps below which drafting is given up, and above which it is taken up again
 FIRST, LONGEST = 4, 64  # plain steps between two probes: doubled by each that fails
 ONWARD = (1.5, 2.0)  # evidence to begin with that a kept guess has a right child: three in four

@@ -275,7 +275,7 @@ def test_guesses_that_turn_bad_are_given_up_again() -> None:
     late = [accepted + 1 for accepted, _ in fast.report.rounds][-100:]
     assert late == [1] * 100 and not fast.planning.learned["greedy"].on
     nodes = fast.report.nodes - fast.report.passes  # guesses that were verified
-    assert nodes < 7 * (80 / 4 + 30) and ratio < 0.9
+    assert nodes < 7 * (80 / 4 + 45) and ratio < 0.9
 
 
 def test_rows_of_a_batch_share_a_plan() -> None:
