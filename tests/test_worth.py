@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from headstart.infer.learned import FORGET, MEMORY, Learned
+from headstart.infer.learned import FORGET, MEMORY, SLOWEST, Learned
 from headstart.infer.tree import DraftTree
 from headstart.infer.worth import CLASSES, TRUST, Guesses, Table, claims, class_of, frontier, ratios, worth
 from tests.reference import depth_of, path_of, random_parents
@@ -153,4 +153,4 @@ def test_drawn_trees_are_foreseen_by_depth_and_size() -> None:
     assert known.forecast[0][:3] == [1.0, 1.5, 1.625] and known.forecast[1][:3] == [1.0, 1.5, 1.875]
     assert all(math.isnan(x) for row in known.forecast for x in row[3:])
     known.foresee([[1.0, 0.1, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0]], depth, 1)
-    assert known.forecast[1][1] == pytest.approx(1.5 + 0.05 * (1.1 - 1.5))
+    assert known.forecast[1][1] == pytest.approx(1.5 + SLOWEST * (1.1 - 1.5))
