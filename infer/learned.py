@@ -73,6 +73,7 @@ class Learned:
                     known[: len(rows)] = rows[: len(known)]
             else:
                 setattr(found, name, type(known)(value))
+        found.purse = min(found.purse, START)  # what was gained elsewhere is not to be lost here
         return found
 
     def onward_of(self, depth: int) -> float:

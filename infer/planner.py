@@ -31,7 +31,7 @@ from headstart.infer.tree import DraftTree
 from headstart.infer.worth import Guesses, Table, claims, frontier, ratios, worth
 
 SHARE, CAP = 0.015, 16.0  # of the purse, in plain steps: what each token adds, and what it holds at most
-FEW = 4  # nodes of a deeper level that will be verified, when it is asked whether to draft it
+FEW = 4  # nodes that a level drafted below a frontier as wide or wider is taken to bring, to be verified too
 
 
 class Planner(Protocol):
@@ -160,7 +160,8 @@ class Adaptive:
             return False
         self.reads += path.device.type != "cpu"
         kept = frontier(path.tolist(), self._ratio[min(depth, len(self._ratio)) - 1])
-        seconds = self._draft(depth + 1) - self._draft(depth) + self._seconds(2 + FEW, 0) - self._seconds(2, 0)
+        few = min(FEW, path.shape[1])
+        seconds = self._draft(depth + 1) - self._draft(depth) + self._seconds(2 + few, 0) - self._seconds(2, 0)
         return kept * self.learned.onward_of(depth) > self._rate * seconds
 
     def _beforehand(self, budget: Budget) -> Budget:

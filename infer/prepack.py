@@ -1,9 +1,9 @@
 """Weights of linear layers kept a second time as the CPU multiplies by them fastest.
 
 oneDNN brings a bfloat16 weight into blocks of its own in every call of ``linear``; a pass over a few rows spends as
-long on that as on multiplying. Kept in blocks, a weight is only read: a pass over some nodes of a tree then takes about
-what a plain step took before. Layers get the other product while a call runs and lose it afterwards. What comes out is
-the same product; where its sums are taken in another order, texts are the same up to near ties.
+long on that as on multiplying. Kept in blocks, a weight is only read. Layers get the other product while a call runs
+and lose it afterwards: what else runs on the same model in that time, in another thread, gets it too. It is the same
+product; where its sums are taken in another order, texts are the same up to near ties.
 """
 
 from __future__ import annotations
@@ -13,32 +13,42 @@ import threading
 from collections.abc import Callable, Iterable
 from types import NoneType
 from typing import Any, TypeGuard
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, ref
 
 import torch
 from torch import Tensor, nn
 
 ROWS = 16  # of the products that the blocks are made for; others go too
+SAMPLE = 61  # numbers of a weight by which a change is seen that its version does not tell, as of ``weight.data += x``
 
 
 class Prepacked:
-    """A context in which linear layers multiply by packed weights. Threads may be in it together."""
+    """A context in which linear layers multiply by packed weights. Threads may be in it together, and nested.
+
+    A weight that has changed is packed again when the next context opens; a layer that has been moved, cast or given a
+    forward of its own is left as it is.
+    """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         """Packs what can be packed in ``modules``. Raises ValueError where that is nothing."""
-        layers = {id(layer): layer for module in modules for layer in module.modules() if _fits(layer)}
+        found = {id(layer): layer for module in modules for layer in module.modules() if isinstance(layer, nn.Linear)}
+        layers = [layer for layer in found.values() if _fits(layer)]
         if not layers:
             raise ValueError(
                 "there is nothing to prepack: it is for plain linear layers with bfloat16 weights on a CPU whose "
-                "oneDNN multiplies those; leave prepack out, or load the target with dtype=torch.bfloat16"
+                "oneDNN multiplies those, without hooks in the place of their forward; leave prepack out, or load the "
+                "target with dtype=torch.bfloat16 onto a CPU"
             )
+        self.linear = len(found)  # layers that there are
         with _lock:
-            self._products = {layer: _product(layer) for layer in layers.values()}
+            self._products = {layer: _product(layer) for layer in layers}
 
-    @property
-    def bytes(self) -> int:
-        """Memory that the packed weights take."""
-        return sum(layer.weight.numel() * layer.weight.element_size() for layer in self._products)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Prepacked, (list(self._products),)  # packed tensors can be neither copied nor stored
+
+    def __str__(self) -> str:
+        size = sum(layer.weight.numel() * layer.weight.element_size() for layer in self._products)
+        return f"{len(self._products)} of {self.linear} linear layers are prepacked, {size / 1e6:.0f} MB more memory"
 
     def around(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """``call``, made in this context."""
@@ -51,18 +61,20 @@ class Prepacked:
 
     def __enter__(self) -> None:
         with _lock:
-            for layer, product in self._products.items():
-                if product.users == 0:
-                    product.refresh(layer)
-                    layer.__dict__["forward"] = product
+            fresh = [(layer, p) for layer, p in self._products.items() if p.users == 0 and _fits(layer)]
+            for layer, product in fresh:  # may fail, and then nothing has been changed
+                product.refresh(layer)
+            for layer, product in fresh:
+                layer.__dict__["forward"] = product
+            for product in self._products.values():
                 product.users += 1
 
     def __exit__(self, *error: object) -> None:
         with _lock:
             for layer, product in self._products.items():
                 product.users -= 1
-                if product.users == 0:
-                    layer.__dict__.pop("forward", None)
+                if product.users == 0 and layer.__dict__.get("forward") is product:
+                    del layer.__dict__["forward"]
 
 
 class _Product:
@@ -70,20 +82,27 @@ class _Product:
 
     def __init__(self, layer: nn.Linear) -> None:
         self.users = 0  # contexts that are open now
-        self._of: tuple[int, int] | None = None
+        self._layer = ref(layer)
+        self._weight: Tensor | None = None  # what was packed: held, so that its address is nobody else's
         self.refresh(layer)
 
     def refresh(self, layer: nn.Linear) -> None:
         """Packs again where the weight has changed since."""
         weight = layer.weight.detach()
-        now = (weight.data_ptr(), 0 if weight.is_inference() else weight._version)
-        if now != self._of:
+        version = 0 if weight.is_inference() else weight._version
+        sample = weight.view(-1)[:: max(1, weight.numel() // SAMPLE)]
+        same = self._weight is not None and self._weight.data_ptr() == weight.data_ptr() and self._version == version
+        if not same or not torch.equal(self._sample, sample):
             self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS)
-            self._of = now
+            self._weight, self._version, self._sample = weight, version, sample.clone()
         self._bias = None if layer.bias is None else layer.bias.detach()
 
     def __call__(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out]."""
+        if x.dtype != torch.bfloat16 or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
+            layer = self._layer()
+            assert layer is not None
+            return nn.Linear.forward(layer, x)
         product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
         return product
 
@@ -109,10 +128,15 @@ def modules_of(source: Any) -> list[nn.Module]:
     return own + [module for part in parts if hasattr(part, "drafter") for module in modules_of(part)]
 
 
+def supported() -> bool:
+    """Whether this CPU's oneDNN multiplies bfloat16."""
+    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
 def _fits(layer: nn.Module) -> TypeGuard[nn.Linear]:
     """A stock layer whose weight can be packed, without anybody's own forward."""
     if type(layer) is not nn.Linear or not isinstance(vars(layer).get("forward"), (_Product, NoneType)):
         return False
     weight = layer.weight
-    supported: Callable[[], bool] = torch.ops.mkldnn._is_mkldnn_bf16_supported
-    return weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and weight.is_contiguous() and supported()
+    plain = type(weight) is nn.Parameter and weight.device.type == "cpu" and weight.dtype == torch.bfloat16
+    return plain and weight.is_contiguous() and supported()

@@ -84,6 +84,7 @@ class Speculator:
         self.compiled = _backend(compile) if compile else None
         self._compiled = torch.compile(model, backend=self.compiled, dynamic=False) if self.compiled else None
         self.packed = Prepacked([model, *modules_of(source)]) if prepack else None
+        self.notes += [str(self.packed)] if self.packed else []
         self.layout = self.packed or nullcontext()
         self._sizes = (nodes,) if plan == "fixed" else (1, nodes)  # few shapes to compile
         self.planning = Planning(None, self.depth)

@@ -14,7 +14,7 @@ from rich.progress import track
 
 from headstart.scripts.bench_report import content, markdown, show
 from headstart.scripts.contestants import BASELINES, Names, check_names, load_models, speculators
-from headstart.scripts.generate import DTYPES
+from headstart.scripts.generate import DTYPES, check_prepack
 from headstart.scripts.journal import AFTER, Journal, write_whole
 from headstart.scripts.plots import check_plots, draw
 from headstart.scripts.suites import SUITES, find_suite, read_suite, tokenised
@@ -82,6 +82,7 @@ def bench(
     new = max_new_tokens or (QUICK_TOKENS if quick else NEW_TOKENS)
     limit = limit or (QUICK_PROMPTS if quick else None)
     _check_options(dtype, temperatures, lengths, save, plots)
+    check_prepack(prepack or "prepacked" in (baseline or []), dtype, device)
     rows = read_suite(find_suite(suite, data))
     check_names(heads, drafter, baseline, draft_model, rule, plans)
     from headstart.heads import load_heads
@@ -95,7 +96,7 @@ def bench(
     speculate = partial(Speculator, model, nodes=nodes, depth=depth, rule=rule, prepack=prepack)
     contestants += speculators(speculate, model, loaded, draft, drafter, plans, chain)
     prompts = spread(tokenised(rows, model, tokenizer, raw, new), limit)
-    lengths = _fitting(model, lengths, nodes)
+    lengths = _fitting(model, lengths, max([nodes, *(one.fast.nodes for one in contestants if one.fast)]))
     work = _jobs(model, tokenizer, batches(prompts, batch_size), prompts, temperatures, new, lengths)
     asked: dict[str, Any] = {"suite": suite, "target": target, "draft_model": draft_model, "prompts": len(prompts)}
     asked |= {"nodes": nodes, "depth": depth, "chain": chain or None, "rule": rule, "plan": ", ".join(plans)}

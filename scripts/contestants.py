@@ -10,7 +10,7 @@ import typer
 if TYPE_CHECKING:
     from headstart.infer.bench import Contestant
 
-BASELINES = ("plain", "prompt-lookup", "assisted", "prepacked")  # transformers' own; plain always runs
+BASELINES = ("plain", "prompt-lookup", "assisted", "prepacked")  # without guesses of ours; plain always runs
 TREE = re.compile(r"([1-9]\d*)x(\d+)")  # a fixed plan of its own: nodes, root included, x guesses on a path
 HEADS, DRAFT = "heads", "draft-model"  # in a merge: the last --heads, and --draft-model
 Names = list[str] | None

@@ -22,6 +22,13 @@ DTYPES = ("auto", "bfloat16", "float16", "float32")
 WARM_TOKENS = 16
 
 
+def check_prepack(prepack: bool, dtype: str, device: str | None) -> None:
+    """Raises BadParameter where nothing can be prepacked, before a model loads."""
+    if prepack and (dtype not in ("auto", "bfloat16") or device not in (None, "cpu")):
+        said = f"it is for bfloat16 weights on a CPU; got --dtype {dtype}, --device {device or 'unset'}"
+        raise typer.BadParameter(said, param_hint="--prepack")
+
+
 class Run(NamedTuple):
     """One prompt decoded by plain generate and by one source of guesses."""
 
@@ -73,6 +80,7 @@ def generate(
         raise typer.BadParameter(f"{dtype!r}; expected one of {', '.join(DTYPES)}", param_hint="--dtype")
     if not 0.0 <= temperature < float("inf"):
         raise typer.BadParameter(f"{temperature}; expected 0 (greedy) or more", param_hint="--temperature")
+    check_prepack(prepack, dtype, device)
     named = _named_prompts(prompt, prompts)
     import torch
     from transformers.utils import logging as transformers_logging

@@ -108,8 +108,8 @@ def machine(model: Any) -> dict[str, str]:
 
 def verify_curve(model: Any, setup: Setup, context: int) -> dict[str, Any]:
     """Seconds of a pass over 1, 2 ... nodes, and of drafting, ``context`` tokens cached."""
-    from headstart.infer.costs import measure
     from headstart.infer.draft_oracle import Oracle
+    from headstart.infer.measuring import measure
     from headstart.infer.speculator import Speculator
 
     fast = Speculator(model, Oracle([], 0.5, setup.depth, setup.branch), nodes=setup.most)

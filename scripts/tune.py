@@ -10,7 +10,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from headstart.scripts.generate import DTYPES
+from headstart.scripts.generate import DTYPES, check_prepack
 from headstart.scripts.journal import write_whole
 from headstart.scripts.suites import Rows, read_suite, tokenised
 
@@ -58,14 +58,16 @@ def tune(
         raise typer.BadParameter("give --heads, or --drafter, or both to merge their guesses")
     if dtype not in DTYPES:
         raise typer.BadParameter(f"{dtype!r}; expected one of {', '.join(DTYPES)}", param_hint="--dtype")
+    check_prepack(prepack, dtype, device)
     if curves is not None and not curves.parent.is_dir():
         raise typer.BadParameter(f"{curves.parent} is no folder: make it first", param_hint="--curves")
     asked = _own_prompts() if prompts is None else read_suite(prompts)
     import torch
     from transformers.utils import logging as transformers_logging
 
-    from headstart.infer.costs import CONTEXTS, FILE, cached_path, key_of, measure
+    from headstart.infer.costs import FILE, cached_path, key_of
     from headstart.infer.embedded import load_target
+    from headstart.infer.measuring import CONTEXTS, measure
     from headstart.infer.plan import Plan
     from headstart.infer.speculator import Speculator, heads_for
 

@@ -20,6 +20,7 @@ from headstart.infer import bench as measuring
 from headstart.infer.bench import EQUAL, measure
 from headstart.infer.drafters import DRAFTERS
 from headstart.infer.figures import ALL, PLAIN, Saved
+from headstart.infer.prepack import supported
 from headstart.infer.report import Report
 from headstart.infer.speculator import Speculator
 from headstart.scripts.bench_report import remarks
@@ -62,6 +63,37 @@ def call(
     if done.exception is not None and not isinstance(done.exception, SystemExit):
         return 1, done.stdout, str(done.exception)
     return done.exit_code, done.stdout, done.stderr
+
+
+@pytest.mark.skipif(not supported(), reason="this CPU does not multiply bfloat16 by oneDNN")
+def test_prepacked_contestants_and_trees_as_plans(folder: Path) -> None:
+    saved = folder / "packed.json"
+    args = [
+        "--heads",
+        str(folder / "heads"),
+        "--drafter",
+        "prompt-lookup",
+        "--plan",
+        "5x2",
+        "--plan",
+        "fixed",
+        "--prepack",
+    ]
+    args += ["--baseline", "prepacked", "--dtype", "bfloat16", "--nodes", "7", "--save", str(saved), "--no-plots"]
+    code, out, err = call(folder, *args, target="random")
+    assert code == 0 and "prepack yes" in out, err
+    found = json.loads(saved.read_text())
+    guessing = [f"{source}, {plan}" for source in ("medusa", "prompt-lookup") for plan in ("5x2", "fixed")]
+    assert [c["name"] for c in found["contestants"]] == [PLAIN, "plain, prepacked", *guessing]
+    depths = {name: len(of[ALL]["accepted_by_depth"]) for name, of in found["figures"]["greedy"].items()}
+    assert depths["medusa, 5x2"] == 2 < depths["medusa, fixed"]
+    for options, said in (
+        (["--prepack", "--dtype", "float32"], "it is for bfloat16 weights on a CPU"),
+        (["--baseline", "prepacked", "--device", "cuda"], "it is for bfloat16 weights on a CPU"),
+        (["--plan", "0x2"], "nodes x depth as in 8x2"),
+    ):
+        code, out, err = call(folder, *LOOKUP, *options)
+        assert code == 2 and said in " ".join(err.replace("│", " ").split()), err
 
 
 def test_the_command_end_to_end(folder: Path) -> None:

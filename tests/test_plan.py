@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from headstart.infer.grow import Shape
-from headstart.infer.learned import Learned
+from headstart.infer.learned import START, Learned
 from headstart.infer.plan import (
     SIZES,
     Best,
@@ -90,7 +90,7 @@ def test_a_plan_comes_back_whole_and_another_version_is_refused() -> None:
     assert [len(row) for row in again.claimed] == [CLASSES] * 5 and again.claimed[1][2] == 3.5
     assert sum(map(sum, again.claimed)) == 3.5 and again.forecast[0][1] == 1.25
     assert sum(math.isnan(x) for row in again.forecast for x in row) == 5 * len(SIZES) - 1
-    assert again.purse == 4.0 and again.on is False and again.steps == 0
+    assert again.purse == START and again.on is False and again.steps == 0
     for broken in ({}, [], plan.as_dict() | {"version": 99}, plan.as_dict() | {"costs": {}}, {"version": 1}):
         with pytest.raises(ValueError, match="headstart tune"):
             Plan.from_dict(broken)  # type: ignore[arg-type]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,12 +17,12 @@ from headstart.infer.costs import key_of
 from headstart.infer.draft_merge import Merged
 from headstart.infer.draft_model import DraftModel
 from headstart.infer.draft_ngram import PromptLookup
-from headstart.infer.prepack import Prepacked, modules_of
+from headstart.infer.parity import first_difference
+from headstart.infer.prepack import Prepacked, _Product, modules_of, supported
+from tests.drafters import SOURCES
 from tests.toys import VOCAB, llama
 
-pytestmark = pytest.mark.skipif(
-    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this CPU does not multiply bfloat16 by oneDNN"
-)
+pytestmark = pytest.mark.skipif(not supported(), reason="this CPU does not multiply bfloat16 by oneDNN")
 
 
 def layers(model: nn.Module) -> list[nn.Linear]:
@@ -53,6 +55,9 @@ def test_layers_are_as_before_after_a_call_and_after_an_error() -> None:
     with packed, packed:
         assert len(own_forwards(model)) == len(layers(model))
     assert not own_forwards(model)
+    again = copy.deepcopy(packed)  # of copies of the layers
+    with again:
+        assert not own_forwards(model)
     with pytest.raises(ZeroDivisionError), packed:
         _ = 1 / 0
     assert not own_forwards(model)
@@ -82,7 +87,7 @@ def test_what_cannot_be_packed_is_left_and_nothing_at_all_is_refused() -> None:
     mixed = nn.Sequential(nn.Linear(8, 8).bfloat16(), nn.Linear(8, 8))
     with Prepacked([mixed]):
         assert len(own_forwards(mixed)) == 1
-    assert Prepacked([mixed]).bytes == 128
+    assert str(Prepacked([mixed])) == "1 of 2 linear layers are prepacked, 0 MB more memory"
     hooked = nn.Linear(8, 8).bfloat16()
     hooked.__dict__["forward"] = lambda x: x  # as accelerate does
     for model in (llama(), hooked):
@@ -90,6 +95,65 @@ def test_what_cannot_be_packed_is_left_and_nothing_at_all_is_refused() -> None:
             Prepacked([model])
     with pytest.raises(ValueError, match="exclude each other"):
         Speculator(llama().bfloat16(), "prompt-lookup", compile="eager", prepack=True)
+
+
+def test_a_layer_that_was_cast_since_is_left() -> None:
+    layer = nn.Linear(8, 8).bfloat16()
+    packed = Prepacked([layer])
+    layer.float()
+    x = torch.randn(2, 8)
+    with packed:
+        assert torch.equal(layer(x), nn.functional.linear(x, layer.weight, layer.bias))
+    layer.bfloat16()
+    with packed:
+        assert len(own_forwards(nn.Sequential(layer))) == 1
+
+
+@torch.no_grad()
+def test_weights_changed_behind_their_version_are_packed_again() -> None:
+    """As adapters are merged: ``weight.data += ...`` counts on a version of its own."""
+    layer = nn.Linear(16, 16, bias=False).bfloat16()
+    packed, x = Prepacked([layer]), torch.randn(3, 16).bfloat16()
+    layer.weight.data += torch.ones(16, 16).bfloat16()
+    with packed:
+        torch.testing.assert_close(layer(x), x @ layer.weight.T, atol=0.1, rtol=0.02)
+
+
+def test_a_forward_that_was_put_in_since_stays() -> None:
+    layer, mine = nn.Linear(8, 8).bfloat16(), lambda x: x
+    packed = Prepacked([layer])
+    layer.__dict__["forward"] = mine
+    with packed:
+        assert layer.__dict__["forward"] is mine
+    assert layer.__dict__["forward"] is mine
+
+
+def test_an_error_while_packing_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.Linear(8, 8).bfloat16(), nn.Linear(8, 8).bfloat16())
+    packed, refresh = Prepacked([model]), _Product.refresh
+
+    def failing(self: _Product, layer: nn.Linear) -> None:
+        if layer is model[1]:
+            raise MemoryError
+        refresh(self, layer)
+
+    monkeypatch.setattr(_Product, "refresh", failing)
+    with pytest.raises(MemoryError), packed:
+        pass
+    monkeypatch.undo()
+    assert not own_forwards(model)
+    with packed:
+        assert len(own_forwards(model)) == 2
+    assert not own_forwards(model)
+
+
+def test_gradients_and_other_types_take_the_layer_s_own_way() -> None:
+    layer = nn.Linear(8, 8).bfloat16()
+    with Prepacked([layer]):
+        layer(torch.ones(1, 8).bfloat16()).sum().backward()
+        assert layer.weight.grad is not None
+        with pytest.raises(RuntimeError), torch.no_grad():
+            layer(torch.ones(1, 8))
 
 
 def test_models_behind_a_source() -> None:
@@ -101,20 +165,30 @@ def test_models_behind_a_source() -> None:
     assert isinstance(fast.source, Merged) and modules_of(fast.source) == [heads]
 
 
-@pytest.mark.parametrize("source", ["prompt-lookup", "eagle3"])
-@pytest.mark.parametrize("sampled", [False, True])
-def test_texts_are_plain_ones_up_to_near_ties(source: str, sampled: bool) -> None:
+@pytest.mark.parametrize("source", ["prompt-lookup", "eagle3", "draft-model", "medusa-and-prompt-lookup"])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_texts_are_plain_ones_up_to_near_ties(source: str, rows: int) -> None:
     target = llama().bfloat16()
-    made: Any = source
-    if source == "eagle3":
-        made = FAMILIES["eagle3"].from_target(target).bfloat16()
+    ids = torch.randint(3, VOCAB, (rows, 12), generator=torch.Generator().manual_seed(3))
+    options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
+    plain = target.generate(ids, attention_mask=torch.ones_like(ids), **options)
+    fast = Speculator(target, SOURCES[source](target), prepack=True)
+    text = fast.generate(ids, attention_mask=torch.ones_like(ids), **options)
+    for row in range(rows):
+        found = first_difference(target, ids[row], plain[row], text[row])
+        assert found is None or found.near_tie, found
+    assert not own_forwards(target) and any("prepacked" in note for note in fast.report.notes)
+
+
+def test_an_adaptive_plan_over_packed_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    target = llama().bfloat16()
+    fast = Speculator(target, "prompt-lookup", nodes=4, prepack=True, plan="adaptive")
+    assert fast.planning.plan is not None and fast.planning.plan.key["prepacked"] == "yes"
     ids = torch.randint(3, VOCAB, (1, 12), generator=torch.Generator().manual_seed(3))
-    texts = []
-    for prepack in (False, True):
-        fast = Speculator(target, made, prepack=prepack)
-        torch.manual_seed(5)
-        texts.append(fast.generate(ids, max_new_tokens=24, do_sample=sampled, pad_token_id=0))
-    assert torch.equal(*texts)  # here even the sums are the same
+    with pytest.raises(ValueError, match="num_beams|beam"):
+        fast.generate(ids, max_new_tokens=4, num_beams=2)
+    fast.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0)
     assert not own_forwards(target)
 
 

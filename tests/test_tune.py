@@ -14,7 +14,8 @@ from typer.testing import CliRunner
 
 from headstart.heads import FAMILIES
 from headstart.infer import costs as costs_of
-from headstart.infer.costs import FILE, cached_path, described, keep, key_of, measure, plan_in, read_plan
+from headstart.infer.costs import FILE, cached_path, described, keep, key_of, plan_in, read_plan
+from headstart.infer.measuring import _draft, measure
 from headstart.infer.plan import Plan
 from headstart.infer.planner import Adaptive
 from headstart.infer.speculator import Speculator
@@ -73,6 +74,22 @@ def test_what_is_measured_is_one_pass(model: Any) -> None:
     assert [draft.rows for draft in found.drafts] == [1, 2]
     assert found.drafts[0].seconds == (0.0,) * 11  # no forward of the target in it
     assert found.overhead > 0
+
+
+def test_drafting_is_brought_to_the_pace_of_the_passes(model: Any) -> None:
+    """By a clock that counts both models' forwards: where passes took half as long before, drafting would have too."""
+    fast = Speculator(model, SOURCES["draft-model"](model), nodes=4, depth=3)
+    ticks, small = Ticks(model), Ticks(fast.source.model)  # type: ignore[attr-defined]
+    found = []
+    try:
+        for passes in (1.0, 0.5):
+            before = {nodes: nodes * passes for nodes in (1, 2, 4)}
+            found.append(_draft(fast, 1, 20, before, 2, lambda: ticks.now + small.now))
+    finally:
+        ticks.hook.remove()
+        small.hook.remove()
+    assert found[0][0] == 0.0 and found[0][1] > 0.9 and found[0] == sorted(found[0])
+    assert [seconds / 2 for seconds in found[0]] == pytest.approx(found[1])
 
 
 def test_what_is_beside_both_models_is_measured_with_a_planner_at_work(
