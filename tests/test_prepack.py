@@ -186,7 +186,7 @@ def test_an_adaptive_plan_over_packed_passes(tmp_path: Path, monkeypatch: pytest
     fast = Speculator(target, "prompt-lookup", nodes=4, prepack=True, plan="adaptive")
     assert fast.planning.plan is not None and fast.planning.plan.key["prepacked"] == "yes"
     ids = torch.randint(3, VOCAB, (1, 12), generator=torch.Generator().manual_seed(3))
-    with pytest.raises(ValueError, match="num_beams|beam"):
+    with pytest.raises(ValueError, match="beam"):
         fast.generate(ids, max_new_tokens=4, num_beams=2)
     fast.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0)
     assert not own_forwards(target)

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from headstart.heads import FAMILIES
 from headstart.infer import costs as costs_of
 from headstart.infer.costs import FILE, cached_path, described, keep, key_of, plan_in, read_plan
-from headstart.infer.measuring import _draft, measure
+from headstart.infer.measuring import _draft, _medians, measure
 from headstart.infer.plan import Plan
 from headstart.infer.planner import Adaptive
 from headstart.infer.speculator import Speculator
@@ -139,7 +139,7 @@ def test_repeats_take_turns_and_the_first_turn_counts_for_nothing() -> None:
         asked.append(case)
         return {"a": [99.0, 1.0, 5.0, 2.0], "b": [99.0, 7.0, 7.0, 8.0]}[case][asked.count(case) - 1]
 
-    assert costs_of._medians(once, ["a", "b"], 3) == [2.0, 7.0]
+    assert _medians(once, ["a", "b"], 3) == [2.0, 7.0]
     assert asked == ["a", "b", "b", "a", "a", "b", "b", "a"]
 
 
