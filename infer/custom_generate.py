@@ -17,10 +17,11 @@ from typing import Any
 
 from headstart.heads import DraftHeads, Tie
 from headstart.infer.costs import plan_in
+from headstart.infer.prepack import Prepacked
 from headstart.infer.speculator import Speculator, heads_for
 from headstart.infer.target import compute_dtype
 
-OPTIONS = ("nodes", "depth", "rule", "plan", "walk", "compile", "width", "branch", "siblings", "shape")
+OPTIONS = ("nodes", "depth", "rule", "plan", "walk", "compile", "prepack", "width", "branch", "siblings", "shape")
 """Keywords of ``Speculator`` that may stand among those of ``generate``."""
 HUB = ("token", "cache_dir", "local_files_only")
 """Keywords that transformers has already used to find the code; the heads are found with them too."""
@@ -28,6 +29,8 @@ HUB = ("token", "cache_dir", "local_files_only")
 # The last heads of a target stay with it, so that a call reads no weights; they hold no reference to it, and go when it
 # goes.
 _LOADED: weakref.WeakKeyDictionary[Any, tuple[tuple[Any, ...], DraftHeads]] = weakref.WeakKeyDictionary()
+
+_PACKED: weakref.WeakKeyDictionary[Any, Prepacked] = weakref.WeakKeyDictionary()  # holds them packed between calls
 
 
 def run(model: Any, repo: str | None, file: str, *, heads: str | None = None, **arguments: Any) -> Any:
@@ -45,6 +48,8 @@ def run(model: Any, repo: str | None, file: str, *, heads: str | None = None, **
     if options.get("plan") == "adaptive":
         options["plan"] = plan_in(source, revision, where["token"]) or "adaptive"
     loaded = _heads(model, source, revision, where)
+    if options.get("prepack"):
+        _PACKED[model] = Prepacked([model, loaded])
     return Speculator(model, [*also, loaded] if also else loaded, **options).generate(**arguments)
 
 

@@ -17,7 +17,8 @@ START = 2.0  # plain steps that guesses may lose before anything is known of the
 MEMORY = 0.98  # what a drafted step leaves of the evidence before it: about fifty steps count
 FORGET = 0.8  # the same in a probe: evidence from before the guesses were given up is old news
 SLOWEST = 0.02  # weight of a step in the moving averages, once there were fifty
-OFF, ON = 0.98, 1.02  # speed over plain steps below which drafting is given up, and above which it is taken up again
+OFF, ON = 0.98, 1.05  # speed over plain steps below which drafting is given up, and with which it is taken up
+TRIED = 10  # steps that this speed counts for at first
 FIRST, LONGEST = 4, 64  # plain steps between two probes: doubled by each that fails
 ONWARD = (1.5, 2.0)  # evidence to begin with that a kept guess has a right child: three in four
 
@@ -30,9 +31,9 @@ class Learned:
     kept: Table  # [D, C] guesses that were
     onward: Table  # [D, 2] of kept nodes with children, by the children's depth: how many had a right one, how many
     forecast: Table  # [D, S] tokens a row of drawn trees of that depth and size; NaN = not seen
-    tokens: float = 1.0  # a row and drafted step, moving average
+    tokens: float = ON  # a row and drafted step, moving average
     cost: float = 1.0  # of a drafted step in plain steps, moving average
-    steps: int = 0  # drafted
+    steps: int = 0  # drafted since they were taken up
     purse: float = START  # plain steps that guesses may still lose
     on: bool = True
     wait: int = 0  # plain steps until the next probe
@@ -133,13 +134,14 @@ class Learned:
         What it brought counts, not what was expected of it: many small chances are each overrated a little.
         """
         self.steps += 1
-        weight = max(SLOWEST, 1.0 / self.steps)
+        weight = max(SLOWEST, 1.0 / (TRIED + self.steps))
         self.tokens += weight * (tokens - self.tokens)
         self.cost += weight * (cost - self.cost)
         if self.on:
-            self.on, self.wait, self.pause = self.speed >= OFF, FIRST, FIRST
-        elif tokens > cost:  # a probe that paid is followed by another one
-            self.on, self.wait, self.pause = self.speed > ON, 0, FIRST
+            self.on, self.wait = self.speed >= OFF, self.pause
+            self.pause = FIRST if self.steps >= 1 / SLOWEST else self.pause
+        elif tokens > cost:  # a probe that paid: guesses are taken up, and given up again soon if that was luck
+            self.on, self.steps, self.tokens = True, 0, max(self.tokens, ON * self.cost)
         else:
             self.pause = min(2 * self.pause, LONGEST)
             self.wait = self.pause

@@ -72,14 +72,17 @@ def visible(tree: DraftTree) -> Tensor:
 def pruned(tree: DraftTree, room: Tensor, vocab_size: int) -> DraftTree:
     """The tree without what cannot be verified: tokens outside 0..``vocab_size`` - 1, nodes deeper than ``room`` [B],
     nodes that do not come after their parent, and all that hangs on those. Node 0 stays. No host sync."""
+    if tree.tokens.shape[1] == 1:
+        return tree._replace(parents=torch.full_like(tree.parents, -1), valid=torch.ones_like(tree.valid))
     index = torch.arange(tree.tokens.shape[1], device=tree.tokens.device)
     misplaced = (tree.parents >= index) | ((tree.parents < 0) & (index > 0))
     parents = torch.where(misplaced, -1, tree.parents)
     parents[:, 0] = -1
     bad = ~tree.valid | misplaced | (tree.tokens < 0) | (tree.tokens >= vocab_size)
-    bad |= depths(parents) > room[:, None]
+    above = ancestors(parents)
+    bad |= above.sum(2) > room[:, None] + 1  # a node of depth d has d ancestors, and is one itself
     bad[:, 0] = False
-    valid = ~(ancestors(parents) & bad[:, None, :]).any(2)
+    valid = ~(above & bad[:, None, :]).any(2)
     return tree._replace(tokens=torch.where(valid, tree.tokens, 0), parents=parents, valid=valid)
 
 

@@ -128,11 +128,15 @@ class Emission:
         assert self._verified is not None
         logits, device = self._verified.logits, self.ids.device
         visited = [(row, at) for row, at in enumerate(node.tolist()) if at >= 0]
-        rows = torch.tensor([row for row, _ in visited], device=logits.device)
-        raw = logits[rows, node.to(logits.device)[rows]].to(device, torch.float32)  # [R, V]
+        whole = len(visited) == self.rows
+        if whole and self.rows == 1:
+            raw = logits[:, visited[0][1]].to(device, torch.float32, copy=True)  # processors may write into it
+        else:
+            rows = torch.tensor([row for row, _ in visited], device=logits.device)
+            raw = logits[rows, node.to(logits.device)[rows]].to(device, torch.float32)  # [R, V]
         scores = raw.clone() if self._record else raw
         if self._tensor_only:
-            scores = self._processors[0](self.ids[rows.to(device), : self.start], scores)
+            scores = self._processors[0](self.ids[: len(visited), : self.start], scores)  # they look at scores alone
         else:
             parts = [
                 self._processors[row](self._prefix(row, at), scores[i : i + 1]) for i, (row, at) in enumerate(visited)
@@ -140,7 +144,7 @@ class Emission:
             scores = torch.cat(parts)
         if self._record:
             self.scores, self.logits = (*self.scores, scores), (*self.logits, raw)
-        if len(visited) == self.rows:
+        if whole:
             return scores
         return scores.new_zeros(self.rows, scores.shape[1]).index_copy_(0, rows.to(device), scores)  # [B, V]
 
@@ -199,6 +203,8 @@ class Emission:
         self.reads += 1
         if not self.do_sample:
             return scores.argmax(-1)
+        if self.rows == 1:
+            return torch.multinomial(torch.softmax(scores, dim=-1), num_samples=1).squeeze(1)
         rows = wanted.nonzero()[:, 0].to(scores.device)
         drawn = torch.multinomial(torch.softmax(scores[rows], dim=-1), num_samples=1).squeeze(1)
         return scores.new_zeros(self.rows, dtype=torch.int64).index_copy_(0, rows, drawn)

@@ -14,6 +14,7 @@ from torch import nn
 from headstart.heads import FAMILIES
 from headstart.infer import Speculator
 from headstart.infer.costs import key_of
+from headstart.infer.custom_generate import run
 from headstart.infer.draft_merge import Merged
 from headstart.infer.draft_model import DraftModel
 from headstart.infer.draft_ngram import PromptLookup
@@ -190,6 +191,19 @@ def test_an_adaptive_plan_over_packed_passes(tmp_path: Path, monkeypatch: pytest
         fast.generate(ids, max_new_tokens=4, num_beams=2)
     fast.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0)
     assert not own_forwards(target)
+
+
+def test_the_code_of_a_repository_packs_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = llama().bfloat16()
+    FAMILIES["medusa"].from_target(target).save_pretrained(tmp_path)
+    ids = torch.randint(3, VOCAB, (1, 9), generator=torch.Generator().manual_seed(4))
+    made: list[nn.Linear] = []
+    init = _Product.__init__
+    monkeypatch.setattr(_Product, "__init__", lambda self, layer: (made.append(layer), init(self, layer))[1])
+    options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "prepack": True}
+    for _ in range(2):
+        run(target, None, "generate.py", heads=str(tmp_path), inputs=ids, **options)
+    assert len(made) == len(set(map(id, made))) >= len(layers(target))
 
 
 def test_costs_of_packed_passes_are_kept_apart() -> None:
