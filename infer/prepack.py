@@ -84,6 +84,7 @@ class _Product:
         self.users = 0  # contexts that are open now
         self._layer = ref(layer)
         self._weight: Tensor | None = None  # what was packed: held, so that its address is nobody else's
+        self._version, self._sample, self._packed = 0, torch.empty(0), torch.empty(0)
         self.refresh(layer)
 
     def refresh(self, layer: nn.Linear) -> None:
@@ -130,7 +131,8 @@ def modules_of(source: Any) -> list[nn.Module]:
 
 def supported() -> bool:
     """Whether this CPU's oneDNN multiplies bfloat16."""
-    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    available = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return bool(available and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def _fits(layer: nn.Module) -> TypeGuard[nn.Linear]:
