@@ -52,15 +52,25 @@ def match(tree: DraftTree, visit: Visit) -> Accepted:
     The target's own sampler decides, so the output is the target's own, token for token and draw for draw: recursive
     rejection sampling against point masses, in its "sample and match" form. Works for any tree and any processor.
     """
-    node = torch.where(visit.running().to(tree.tokens.device), 0, -1)  # [B]
+    guessed = _children(tree)  # a tree is small: on the host, lookups cost less than operations on tensors
+    at = [0 if on else -1 for on in visit.running().tolist()]
     nodes, tokens = [], []
-    while bool((node >= 0).any()):
+    while max(at) >= 0:
+        node = torch.tensor(at)
         token = _drawn(visit, visit.law(node), node >= 0)
         nodes.append(node)
         tokens.append(token)
-        goes_on = visit.emit(token)
-        node = torch.where(goes_on.to(node.device), _child(tree, node, token), -1)
+        goes_on = visit.emit(token).tolist()
+        step = zip(guessed, at, token.tolist(), goes_on, strict=True)
+        at = [children.get((here, chosen), -1) if on and here >= 0 else -1 for children, here, chosen, on in step]
     return _accepted(tree, nodes, tokens)
+
+
+def _children(tree: DraftTree) -> list[dict[tuple[int, int], int]]:
+    """Of each row: (parent, token) -> the first child of that parent that guessed this token."""
+    lists = zip(tree.parents.tolist(), tree.tokens.tolist(), tree.valid.tolist(), strict=True)
+    rows = [list(zip(*row, range(len(row[0])), strict=True)) for row in lists]
+    return [{(parent, token): i for parent, token, there, i in reversed(row) if there} for row in rows]
 
 
 class Walker(Protocol):

@@ -80,7 +80,7 @@ def decode(
             visit.settle(step.accepted)
         else:
             tree = on_host(tree)  # rules decide node by node: one sync here, and one for each draw
-            step = _read(tree, rule(tree, visit))
+            step = _looked_at(tree, rule(tree, visit))
         _count(report, step, visit)
         clock.lap("accept")
         planner.learn(step.accepted, [n > 0 for n in visit.wanted()])
@@ -102,9 +102,9 @@ class Step(NamedTuple):
     """What a pass came to, all of it on the CPU."""
 
     accepted: Accepted
-    ranks: Tensor  # [B, k] places of the accepted guesses among their siblings
-    offered: Tensor  # [B] depth of the tree
-    nodes: Tensor  # [B] nodes that were verified, root included
+    ranks: list[list[int]]  # [B, k] places of the accepted guesses among their siblings
+    offered: list[int]  # [B] depth of the tree
+    nodes: list[int]  # [B] nodes that were verified, root included
 
 
 def _read(tree: DraftTree, accepted: Accepted) -> Step:
@@ -115,7 +115,25 @@ def _read(tree: DraftTree, accepted: Accepted) -> Step:
     k = accepted.nodes.shape[1]
     read = torch.cat(parts, 1).cpu()
     nodes, tokens, ranks = read[:, :k], read[:, k : 2 * k], read[:, 2 * k : 3 * k]
-    return Step(Accepted(nodes, tokens, read[:, -3]), ranks, read[:, -2], read[:, -1])
+    return Step(Accepted(nodes, tokens, read[:, -3]), ranks.tolist(), read[:, -2].tolist(), read[:, -1].tolist())
+
+
+def _looked_at(tree: DraftTree, accepted: Accepted) -> Step:
+    """The same where all of it is on the CPU: fewer operations."""
+    rows = [_placed(*row) for row in zip(tree.parents.tolist(), tree.valid.tolist(), strict=True)]
+    paths = zip(rows, accepted.nodes.tolist(), strict=True)
+    ranks = [[places[node] if node >= 0 else 0 for node in path] for (places, _), path in paths]
+    return Step(accepted, ranks, [deepest for _, deepest in rows], tree.valid.sum(1).tolist())
+
+
+def _placed(parents: list[int], valid: list[bool]) -> tuple[list[int], int]:
+    """Of one row: each node's place among its parent's valid children, and the depth of the deepest valid node."""
+    places, depth, children = [0] * len(parents), [0] * len(parents), [0] * len(parents)
+    for node, (parent, there) in enumerate(zip(parents, valid, strict=True)):
+        if parent >= 0:
+            places[node], depth[node] = children[parent], depth[parent] + 1
+            children[parent] += there
+    return places, max(d if there else 0 for d, there in zip(depth, valid, strict=True))
 
 
 def _budget(wanted: list[int], target: Target, limits: Limits) -> Budget:
@@ -140,7 +158,7 @@ def _count(report: Report, step: Step, visit: Emission) -> None:
     """Adds one pass for every row that took part."""
     report.steps += 1
     going = visit.wanted()
-    lists = (step.accepted.count.tolist(), step.offered.tolist(), step.nodes.tolist(), step.ranks.tolist())
+    lists = (step.accepted.count.tolist(), step.offered, step.nodes, step.ranks)
     for row, (count, offered, nodes, ranks) in enumerate(zip(*lists, strict=True)):
         if count:
             report.add(count - 1, offered, stopped=not going[row], row=row, nodes=nodes, ranks=ranks[1:count])
