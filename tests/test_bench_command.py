@@ -65,6 +65,7 @@ def call(
     return done.exit_code, done.stdout, done.stderr
 
 
+# elsewhere prepacking is refused by name: there is nothing to measure
 @pytest.mark.skipif(not supported(), reason="this CPU does not multiply bfloat16 by oneDNN")
 def test_prepacked_contestants_and_trees_as_plans(folder: Path) -> None:
     saved = folder / "packed.json"

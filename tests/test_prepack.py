@@ -23,6 +23,7 @@ from headstart.infer.prepack import Prepacked, _Product, modules_of, supported
 from tests.drafters import SOURCES
 from tests.toys import VOCAB, llama
 
+# what is tested is the product that such a CPU alone has; elsewhere there is nothing to pack, and nothing to run here
 pytestmark = pytest.mark.skipif(not supported(), reason="this CPU does not multiply bfloat16 by oneDNN")
 
 
