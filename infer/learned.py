@@ -5,6 +5,7 @@ Legend: B rows, n nodes, k path length, d depth, D depths known, C classes of cl
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ SLOWEST = 0.02  # weight of a step in the moving averages, once there were fifty
 OFF, ON = 0.98, 1.05  # speed over plain steps below which drafting is given up, and with which it is taken up
 TRIED = 10  # steps that this speed counts for at first
 FIRST, LONGEST = 4, 64  # plain steps between two probes: doubled by each that fails
-ONWARD = (1.5, 2.0)  # evidence to begin with that a kept guess has a right child: three in four
+ONWARD = (1.5, 2.0)  # evidence to begin with that a level below brings what its frontier lets hope for: three in four
 
 
 @dataclass
@@ -29,7 +30,8 @@ class Learned:
 
     claimed: Table  # [D, C] guesses that should have been kept, by their claims
     kept: Table  # [D, C] guesses that were
-    onward: Table  # [D, 2] of kept nodes with children, by the children's depth: how many had a right one, how many
+    onward: Table  # [D, 2] of levels below the first, by the depth above them: how many brought a token, and how many
+    # of their frontiers' nodes were to be kept
     forecast: Table  # [D, S] tokens a row of drawn trees of that depth and size; NaN = not seen
     tokens: float = ON  # a row and drafted step, moving average
     cost: float = 1.0  # of a drafted step in plain steps, moving average
@@ -78,24 +80,36 @@ class Learned:
         return found
 
     def onward_of(self, depth: int) -> float:
-        """Chance that a kept node of ``depth`` has a right child, where it has any."""
+        """Tokens that a level below a frontier of ``depth`` brings for each of its nodes that is kept."""
         right, of = self.onward[min(depth, len(self.onward) - 1)]
         return (right + ONWARD[0]) / (of + ONWARD[1])
 
     def observe(
-        self, guesses: Guesses, nodes: Sequence[Sequence[int]], counts: Sequence[int], usable: Sequence[bool]
+        self,
+        guesses: Guesses,
+        nodes: Sequence[Sequence[int]],
+        counts: Sequence[int],
+        usable: Sequence[bool],
+        hoped: Sequence[float] = (),
     ) -> None:
         """Every verified guess of the rows ``usable`` [B] was kept or not.
 
-        ``nodes`` [B, k] the paths that were kept and ``counts`` [B] their lengths.
+        ``nodes`` [B, k] the paths that were kept and ``counts`` [B] their lengths; ``hoped`` how many nodes of the
+        frontiers at depths 1, 2 ... were to be kept, of those that a level was drafted below. A level whose nodes were
+        not worth verifying brought nothing.
         """
         memory = MEMORY if self.on else FORGET
         for table in (self.claimed, self.kept, self.onward):
             for at, row in enumerate(table):
                 table[at] = [memory * value for value in row]
-        for b in (b for b, use in enumerate(usable) if use):
+        rows = [b for b, use in enumerate(usable) if use]
+        for b in rows:
             own = (guesses.parents[b], guesses.depth[b], guesses.claimed[b], guesses.kind[b])
             self._one(*own, nodes[b][: counts[b]])
+        share = len(rows) / max(sum(count > 0 for count in counts), 1)
+        for row, hope, depth in zip(self.onward[1:], hoped, itertools.count(1), strict=False):
+            row[0] += sum(counts[b] > 1 + depth for b in rows)
+            row[1] += share * hope
 
     def _one(
         self,
@@ -106,16 +120,12 @@ class Learned:
         path: Sequence[int],
     ) -> None:
         """The guesses of one row, of which those on ``path``, root included, were right."""
-        last, more = len(self.claimed) - 1, False
+        last = len(self.claimed) - 1
         for node, depth in enumerate(depths):
             if depth:
                 at, kind = depth - 1 if depth <= last else last, kinds[node]
                 self.claimed[at][kind] += claims[node]
                 self.kept[at][kind] += node in path
-                more = more or parents[node] == path[-1]
-        for at, row in enumerate(self.onward[: len(path) - 1 + more]):
-            row[0] += at < len(path) - 1
-            row[1] += 1.0
 
     def foresee(self, chance: Sequence[Sequence[float]], depth: Sequence[Sequence[int]], idle: int) -> None:
         """What trees of drawn guesses are worth that are no deeper and larger than the one with ``chance`` [B, n] at

@@ -92,6 +92,7 @@ class Adaptive:
         self._plain = self._seconds(1, 0)
         self._rate = 0.0  # tokens a second, all rows together, that seconds would give elsewhere
         self._drafts = self._probe = self._asked = False
+        self._hoped: list[float] = []  # nodes to be kept of the frontiers that a level was drafted below
         self._cost = 1.0  # of this step, in plain steps
         self._seen: Guesses | None = None  # what is verified
 
@@ -149,7 +150,7 @@ class Adaptive:
         known.purse = min(CAP, known.purse + (1.0 + SHARE) * tokens - self._cost)
         if self._seen is not None:
             usable = [count > 0 and on for count, on in zip(counts, going, strict=True)]  # a stop cuts what was offered
-            known.observe(self._seen, accepted.nodes.tolist(), counts, usable)
+            known.observe(self._seen, accepted.nodes.tolist(), counts, usable, self._hoped)
             known.weigh(tokens, self._cost)
 
     def _more(self, path: Tensor, depth: int) -> bool:
@@ -162,7 +163,10 @@ class Adaptive:
         kept = frontier(path.tolist(), self._ratio[min(depth, len(self._ratio)) - 1])
         few = min(FEW, path.shape[1])
         seconds = self._draft(depth + 1) - self._draft(depth) + self._seconds(2 + few, 0) - self._seconds(2, 0)
-        return kept * self.learned.onward_of(depth) > self._rate * seconds
+        pays = kept * self.learned.onward_of(depth) > self._rate * seconds
+        if pays:
+            self._hoped.append(kept)
+        return pays
 
     def _beforehand(self, budget: Budget) -> Budget:
         """Depth and nodes of a tree of drawn guesses: the best of those whose worth was seen, at first the largest."""

@@ -8,11 +8,11 @@ Legend: B rows, n nodes (node 0 = root), d depth, D depths known, C classes of c
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 CLASSES = 16  # of claimed path probabilities, half a factor of two each; the last one holds all that is smaller
-TRUST = 1.0  # guesses kept as claimed that a calibration starts from: so much evidence weighs as much as the claim
+TRUST = (1.0, 3.0, 6.0)  # guesses kept as claimed that a calibration starts from: so much evidence weighs as much as the claim
 LN2 = math.log(2.0)
 SMALL = -LN2 / 2 * (CLASSES - 1)  # logarithm of what falls into the last class
 
@@ -77,12 +77,19 @@ def ratios(claimed: Table, kept: Table) -> Table:
     """[D, C] what a claim of each depth and class is to be multiplied with to be the chance that the guess is kept.
 
     ``claimed`` and ``kept`` [D, C] say how many guesses of a depth and class should have been kept by their claims, and
-    how many were. Where nothing is known the claim stands.
+    how many were. What is little known of a class is taken from its depth, of a depth from all guesses, and where
+    nothing is known the claim stands: guesses that were never verified are no better than those that were.
     """
-    return [
-        [(right + TRUST) / (should + TRUST) for right, should in zip(*rows, strict=True)]
-        for rows in zip(kept, claimed, strict=True)
-    ]
+    overall = _share(1.0, map(sum, kept), map(sum, claimed), TRUST[0])
+    found = []
+    for right, should in zip(kept, claimed, strict=True):
+        own = _share(overall, right, should, TRUST[1])
+        found.append([_share(own, (r,), (s,), TRUST[2]) for r, s in zip(right, should, strict=True)])
+    return found
+
+
+def _share(before: float, right: Iterable[float], should: Iterable[float], trust: float) -> float:
+    return (sum(right) + trust * before) / (sum(should) + trust)
 
 
 def worth(guesses: Guesses, ratio: Table) -> list[list[float]]:
