@@ -57,9 +57,11 @@ def load_target(
     """The causal LM called `name`, in eval mode, and its tokenizer.
 
     `name` is `smollm2`, a folder or a Hub id; `dtype` None keeps the checkpoint's own, `device` None leaves it on the
-    CPU; `device_map` as in transformers. Raises ValueError for a name that leads nowhere, ImportError or OSError if the
-    embedded target cannot be had.
+    CPU; `device_map` as in transformers. Raises ValueError for a name that leads nowhere and for a device that is not
+    there, ImportError or OSError if the embedded target cannot be had.
     """
+    if device is not None:
+        check_device(device)
     path = target_path(name)
     with _explained(name), _quiet(name == EMBEDDED):
         model = AutoModelForCausalLM.from_pretrained(
@@ -72,6 +74,24 @@ def load_target(
     if device is not None:
         model.to(device)  # type: ignore[arg-type]  # transformers wraps it without its signature
     return model.eval(), tokenizer
+
+
+def check_device(name: str) -> None:
+    """Raises ValueError where no device is called `name` here."""
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(
+            f"{name!r} is no device; expected cpu, cuda, cuda:1 or another one that torch knows"
+        ) from error
+    if device.type == "cpu":
+        return
+    module = torch.get_device_module(device)
+    count = module.device_count() if hasattr(module, "is_available") and module.is_available() else 0
+    if (device.index or 0) >= count:
+        raise ValueError(
+            f"device {name!r} is not there: torch sees {count} of this kind; leave --device out, or say cpu"
+        )
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:

@@ -21,7 +21,8 @@ SLOWEST = 0.02  # weight of a step in the moving averages, once there were fifty
 OFF, ON = 0.98, 1.05  # speed over plain steps below which drafting is given up, and with which it is taken up
 TRIED = 10  # steps that this speed counts for at first
 FIRST, LONGEST = 4, 64  # plain steps between two probes: doubled by each that fails
-ONWARD = (1.5, 2.0)  # evidence to begin with that a level below brings what its frontier lets hope for: three in four
+ONWARD = 1.0  # evidence to begin with that a level brings as much as was hoped
+DOUBT = 0.1  # what evidence weighs that is of tokens chosen in another way
 
 
 @dataclass
@@ -30,8 +31,7 @@ class Learned:
 
     claimed: Table  # [D, C] guesses that should have been kept, by their claims
     kept: Table  # [D, C] guesses that were
-    onward: Table  # [D, 2] of levels below the first, by the depth above them: how many brought a token, and how many
-    # of their frontiers' nodes were to be kept
+    onward: Table  # [D, 2] of levels by the depth above them: guesses that were kept, and that were hoped to be
     forecast: Table  # [D, S] tokens a row of drawn trees of that depth and size; NaN = not seen
     tokens: float = ON  # a row and drafted step, moving average
     cost: float = 1.0  # of a drafted step in plain steps, moving average
@@ -79,10 +79,18 @@ class Learned:
         found.purse = min(found.purse, START)  # what was gained elsewhere is not to be lost here
         return found
 
+    def doubt(self) -> None:
+        """What was seen is of tokens chosen in another way: it weighs little, and drafting is on trial again."""
+        for table in (self.claimed, self.kept, self.onward):
+            for at, row in enumerate(table):
+                table[at] = [DOUBT * value for value in row]
+        self.forecast = [[math.nan] * len(row) for row in self.forecast]
+        self.tokens, self.cost, self.steps, self.on, self.wait, self.pause = ON, 1.0, 0, True, 0, FIRST
+
     def onward_of(self, depth: int) -> float:
-        """Tokens that a level below a frontier of ``depth`` brings for each of its nodes that is kept."""
+        """What the guesses hoped for in a level below a frontier of ``depth`` are to be multiplied with."""
         right, of = self.onward[min(depth, len(self.onward) - 1)]
-        return (right + ONWARD[0]) / (of + ONWARD[1])
+        return (right + ONWARD) / (of + ONWARD)
 
     def observe(
         self,
@@ -94,9 +102,8 @@ class Learned:
     ) -> None:
         """Every verified guess of the rows ``usable`` [B] was kept or not.
 
-        ``nodes`` [B, k] the paths that were kept and ``counts`` [B] their lengths; ``hoped`` how many nodes of the
-        frontiers at depths 1, 2 ... were to be kept, of those that a level was drafted below. A level whose nodes were
-        not worth verifying brought nothing.
+        ``nodes`` [B, k] the paths that were kept and ``counts`` [B] their lengths; ``hoped`` guesses to be kept of each
+        level below the first that was drafted. A level whose nodes were not worth verifying brought nothing.
         """
         memory = MEMORY if self.on else FORGET
         for table in (self.claimed, self.kept, self.onward):

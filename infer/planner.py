@@ -28,10 +28,11 @@ from headstart.infer.grow import Budget, taken
 from headstart.infer.learned import FIRST, Learned
 from headstart.infer.plan import SIZES, Costs, Plan, best_size, expected
 from headstart.infer.tree import DraftTree
-from headstart.infer.worth import Guesses, Table, claims, frontier, ratios, worth
+from headstart.infer.worth import Guesses, Table, chances, claims, ratios, worth
 
 SHARE, CAP = 0.015, 16.0  # of the purse, in plain steps: what each token adds, and what it holds at most
-FEW = 4  # nodes that a level drafted below a frontier as wide or wider is taken to bring, to be verified too
+PROBE = (4, 2)  # nodes and depth of a probe
+CHILDREN = (0.6, 0.2, 0.1)  # chances of a kept node's children before they are drafted, set right by what levels bring
 
 
 class Planner(Protocol):
@@ -92,7 +93,9 @@ class Adaptive:
         self._plain = self._seconds(1, 0)
         self._rate = 0.0  # tokens a second, all rows together, that seconds would give elsewhere
         self._drafts = self._probe = self._asked = False
-        self._hoped: list[float] = []  # nodes to be kept of the frontiers that a level was drafted below
+        self._most = 1  # nodes that may be verified
+        self._grown: list[list[float]] = [[1.0]] * self._rows  # [B, n] chances of the nodes drafted so far
+        self._hoped: list[float] = []  # of every level that was drafted below the first: guesses of it to be kept
         self._cost = 1.0  # of this step, in plain steps
         self._seen: Guesses | None = None  # what is verified
 
@@ -113,6 +116,9 @@ class Adaptive:
         told = Learned.nothing(len(known.kept)) if self._probe else known  # a probe asks what guesses are worth now
         self._ratio = ratios(told.claimed, told.kept)
         self._rate = self._going * (1.0 if self._probe else max(1.0, known.speed)) / self._plain
+        self._most = budget.nodes
+        if self._probe:  # a small tree tells as well whether guesses are kept, and loses less
+            self._most, budget = min(budget.nodes, PROBE[0]), budget._replace(depth=min(budget.depth, PROBE[1]))
         return self._beforehand(budget) if self._drawn else budget._replace(more=self._more)
 
     def cut(self, tree: DraftTree) -> DraftTree:
@@ -124,9 +130,13 @@ class Adaptive:
         chance = worth(guesses, self._ratio)
         whole = self._drawn or tree.logq is None
         self._smallest = (n if whole and n > 1 else 2, 1 if self._asked or self._drawn else max(deepest, 1))
-        sizes = [n] if self._drawn else [s for s in ((1,) if whole else SIZES) if s < n] + [n]
-        sizes = [s for s in sizes if s == 1 or self._drawn or self._affordable(s, deepest)]
-        spent = [self._seconds(size, max(deepest, 1)) for size in sizes]
+        most = n if whole else min(n, self._most)
+        sizes = [n] if self._drawn else [s for s in ((1,) if whole else SIZES) if s < most] + [most]
+        drafted = (
+            1 + len(self._hoped) if self._asked else max(deepest, 1)
+        )  # who does not ask drafts whole paths at once
+        sizes = [s for s in sizes if s == 1 or self._drawn or self._affordable(s, drafted)]
+        spent = [self._seconds(size, drafted) for size in sizes]
         best = len(sizes) - 1 if whole else best_size(expected(chance, sizes), spent, self._rate)
         size = sizes[best]
         self._cost = spent[best] / self._plain
@@ -160,13 +170,27 @@ class Adaptive:
         if not self._affordable(2, depth + 1):
             return False
         self.reads += path.device.type != "cpu"
-        kept = frontier(path.tolist(), self._ratio[min(depth, len(self._ratio)) - 1])
-        few = min(FEW, path.shape[1])
-        seconds = self._draft(depth + 1) - self._draft(depth) + self._seconds(2 + few, 0) - self._seconds(2, 0)
-        pays = kept * self.learned.onward_of(depth) > self._rate * seconds
-        if pays:
-            self._hoped.append(kept)
-        return pays
+        fresh = chances(path.tolist(), self._ratio[min(depth, len(self._ratio)) - 1])
+        self._grown = [above + row for above, row in zip(self._grown, fresh, strict=True)]
+        brings = self.learned.onward_of(depth)
+        below = [[chance * share * brings for chance in row for share in CHILDREN] for row in fresh]
+        together = [above + row for above, row in zip(self._grown, below, strict=True)]
+        worth_now, _ = self._best(self._grown, depth)
+        worth_then, size = self._best(together, depth + 1)
+        if worth_then < worth_now:
+            return False
+        least = [sorted(row, reverse=True)[:size][-1] for row in together]
+        hoped = sum(chance for row, low in zip(below, least, strict=True) for chance in row if chance >= low)
+        self._hoped.append(hoped / brings)
+        return True
+
+    def _best(self, chance: Sequence[Sequence[float]], depth: int) -> tuple[float, int]:
+        """What the best tree of nodes with ``chance`` [B, n] gives over what its seconds would elsewhere; its size."""
+        most = min(self._most, len(chance[0]))
+        sizes = [*(size for size in SIZES if size < most), most]
+        tokens, seconds = expected(chance, sizes), [self._seconds(size, depth) for size in sizes]
+        best = best_size(tokens, seconds, self._rate)
+        return tokens[best] - self._rate * seconds[best], sizes[best]
 
     def _beforehand(self, budget: Budget) -> Budget:
         """Depth and nodes of a tree of drawn guesses: the best of those whose worth was seen, at first the largest."""
@@ -222,6 +246,8 @@ class Planning:
         if learned is None:
             tuned = self.plan.learned
             learned = Learned.nothing(self._depth) if tuned is None else Learned.from_dict(tuned, self._depth)
+            if kind != "greedy":
+                learned.doubt()  # plans are tuned greedily
         return Adaptive(self.plan.costs, copy.deepcopy(learned), rows, drawn)
 
     def end(self, kind: str, planner: Planner) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 CLASSES = 16  # of claimed path probabilities, half a factor of two each; the last one holds all that is smaller
-TRUST = (1.0, 3.0, 6.0)  # guesses kept as claimed that a calibration starts from: so much evidence weighs as much as the claim
+TRUST = (1.0, 3.0, 6.0)  # guesses kept as expected that a share starts from: of all guesses, of a depth, of a class
 LN2 = math.log(2.0)
 SMALL = -LN2 / 2 * (CLASSES - 1)  # logarithm of what falls into the last class
 
@@ -109,12 +109,9 @@ def worth(guesses: Guesses, ratio: Table) -> list[list[float]]:
     return rows
 
 
-def frontier(paths: Sequence[Sequence[float]], ratio: Sequence[float]) -> float:
-    """Guesses expected to be kept among those of one depth with the claimed log-probabilities ``paths``, a list a row;
-    ``ratio`` [C] of that depth."""
-    total = 0.0
-    for claims in paths:
-        for path in claims:
-            chance = math.exp(path) * ratio[class_of(path)]
-            total += chance if chance < 1.0 else 1.0
-    return total
+def chances(paths: Sequence[Sequence[float]], ratio: Sequence[float]) -> list[list[float]]:
+    """Chance that each guess of one depth is kept, by the claimed log-probabilities ``paths``, a list a row.
+
+    ``ratio`` [C] of that depth.
+    """
+    return [[min(1.0, math.exp(path) * ratio[class_of(path)]) for path in row] for row in paths]

@@ -4,7 +4,6 @@ The file is not called inspect.py: run by its path, that would stand before the 
 """
 
 import contextlib
-import json
 import statistics
 from collections.abc import Iterator
 from itertools import islice
@@ -128,10 +127,12 @@ def plain_text(row: "Masked", tokenizer: Any) -> str:
 
 def _provenance(data: list[str]) -> Iterator[dict[str, Any]]:
     """What `headstart distill` left beside the data."""
+    from headstart.train.provenance import read_provenance
+
     for source in data:
         path = Path(source)
         found = (path if path.is_dir() else path.parent) / "provenance.json"
         if path.exists() and found.is_file():
-            told = json.loads(found.read_text(encoding="utf-8"))
+            told = read_provenance(found)
             if isinstance(told.get("target"), str):  # a folder of heads has a file of this name too, of other form
                 yield told

@@ -13,7 +13,7 @@ import yaml
 from headstart.heads import FAMILIES, HeadsConfig, load_heads
 from headstart.train.card import card
 from headstart.train.hub import staged
-from headstart.train.provenance import data_facts, portable, read_log
+from headstart.train.provenance import data_facts, portable, read_log, read_provenance
 from headstart.train.recipe import Recipe
 from tests.heads_folder import FILES, NAME
 from tests.toys import llama
@@ -66,6 +66,13 @@ def test_a_log_of_a_run_that_went_back_knows_nothing_of_later_steps(tmp_path: Pa
     lines += [{"step": 100, "loss": 2.0}, {"step": 100, "tokens_per_pass": 1.2}, {"step": 150, "loss": 1.0}]
     (tmp_path / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert read_log(tmp_path / "log.jsonl") == [lines[0], *lines[3:]]
+
+
+@pytest.mark.parametrize("content", ['{"target": "to', "[1]"])
+def test_a_damaged_provenance_is_named(tmp_path: Path, content: str) -> None:
+    (tmp_path / "provenance.json").write_text(content)
+    with pytest.raises(ValueError, match=r"provenance\.json .*delete it"):
+        read_provenance(tmp_path / "provenance.json")
 
 
 def test_answers_named_by_their_file_bring_their_provenance_too(tmp_path: Path) -> None:

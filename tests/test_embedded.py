@@ -159,6 +159,12 @@ def test_any_folder_goes_to_transformers(tmp_path: Path) -> None:
     assert model.config._attn_implementation == "eager"
 
 
+@pytest.mark.parametrize("device", ["cuda:99", "nonsense", "xpu"])
+def test_a_device_that_is_not_there_is_an_error_before_anything_is_loaded(device: str) -> None:
+    with pytest.raises(ValueError, match=device):
+        load_target("no/such/target", device=device)
+
+
 @pytest.fixture(scope="module")
 def smollm2() -> tuple[torch.nn.Module, object]:
     return load_target("smollm2")

@@ -18,7 +18,7 @@ from headstart.infer.draft_heads import HeadsDrafter, joined
 from headstart.infer.draft_merge import merge
 from headstart.infer.draft_ngram import PromptLookup, from_lists
 from headstart.infer.grow import Budget, Children, Sampling, Shape, best_first, taken
-from headstart.infer.learned import FIRST, MEMORY, ON, START, Learned
+from headstart.infer.learned import DOUBT, FIRST, MEMORY, ON, START, Learned
 from headstart.infer.plan import Best, Costs, Plan
 from headstart.infer.planner import SHARE, Adaptive, Fixed, Planning
 from headstart.infer.speculator import Speculator
@@ -357,12 +357,34 @@ def test_what_is_kept_of_guesses_moves_the_calibration() -> None:
             break
     known = plan.learned
     assert known.claimed[0][0] > 6 and kept_of(known) == 0 and sum(known.claimed[1]) == 0
-    assert known.onward[0][0] == 0 and known.onward[0][1] > 5
     before = copy.deepcopy(known.claimed)
     stepped(plan, [[0.9]], 1)
     plan.learn(Accepted(torch.tensor([[0, 1]]), torch.tensor([[5, 6]]), torch.tensor([2])), [False])
     assert known.claimed == [[MEMORY * x for x in row] for row in before]  # a stop cuts what was on offer
     assert kept_of(known) == 0
+
+
+def test_levels_are_held_to_what_they_brought() -> None:
+    """Claims that deeper levels do not keep: after some steps they are hardly drafted, and the first one still is."""
+    plan, levels = Adaptive(made(0.01, 0.12), Learned.nothing(3), 1), []
+    plan.learned.purse = 9.0
+    for _ in range(40):
+        levels.append(stepped(plan, [[0.7, 0.1]] * 3, 3)[1])
+        plan.learn(Accepted(torch.tensor([[0, 1]]), torch.tensor([[5, 6]]), torch.tensor([2])), [True])
+    assert levels[0] == 3 and sum(levels[-20:]) <= 24  # now and then it is tried again
+    assert plan.learned.onward[1][1] > 1 > plan.learned.onward[1][0] and plan.learned.onward[2][0] == 0
+
+
+def test_what_was_learned_greedily_weighs_little_elsewhere() -> None:
+    known = Learned.nothing(2)
+    known.claimed[0][1], known.kept[0][1], known.onward[1] = 20.0, 10.0, [5.0, 8.0]
+    known.tokens, known.cost, known.steps, known.purse = 2.0, 1.2, 90, 1.0
+    planning = Planning(Plan(KEY, made(0.02, 0.05), known.as_dict()), 2)
+    greedy, sampled = (planning.begin(kind, 1, False) for kind in ("greedy", "match"))
+    assert isinstance(greedy, Adaptive) and isinstance(sampled, Adaptive)
+    assert greedy.learned == known and (greedy.learned.speed, sampled.learned.speed) == (2.0 / 1.2, ON)
+    assert (sampled.learned.claimed[0][1], sampled.learned.kept[0][1]) == (20.0 * DOUBT, 10.0 * DOUBT)
+    assert sampled.learned.steps == 0 and sampled.learned.purse == 1.0 and sampled.learned.on
 
 
 def kept_of(known: Learned) -> float:

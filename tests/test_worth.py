@@ -10,7 +10,7 @@ import torch
 
 from headstart.infer.learned import FORGET, MEMORY, SLOWEST, Learned
 from headstart.infer.tree import DraftTree
-from headstart.infer.worth import CLASSES, TRUST, Guesses, Table, claims, class_of, frontier, ratios, worth
+from headstart.infer.worth import CLASSES, TRUST, Guesses, Table, chances, claims, class_of, ratios, worth
 from tests.reference import depth_of, path_of, random_parents
 
 
@@ -40,10 +40,17 @@ def some(depth: int, generator: torch.Generator) -> Table:
     return table
 
 
+def share(right: float, should: float, before: float, trust: float) -> float:
+    return (right + trust * before) / (should + trust)
+
+
 def slow(path: float, depth: int, claimed: Table, kept: Table) -> float:
-    """Chance of a guess by the definition: the claim, times what was kept of its kind over what should have been."""
+    """Chance of a guess by the definition: the claim, times what was kept of its kind over what should have been; that
+    begins as it is for all guesses of its depth, and that as for all guesses."""
     at, kind = min(depth, len(claimed)) - 1, min(math.floor(-2 * math.log2(math.exp(path))), CLASSES - 1)
-    return min(1.0, math.exp(path) * (kept[at][kind] + TRUST) / (claimed[at][kind] + TRUST))
+    overall = share(sum(map(sum, kept)), sum(map(sum, claimed)), 1.0, TRUST[0])
+    level = share(sum(kept[at]), sum(claimed[at]), overall, TRUST[1])
+    return min(1.0, math.exp(path) * share(kept[at][kind], claimed[at][kind], level, TRUST[2]))
 
 
 def test_claims_are_products_along_paths() -> None:
@@ -79,10 +86,15 @@ def test_a_calibration_begins_with_the_claim_and_goes_to_what_is_seen() -> None:
     chain = claims([[-1, 0, 1, 2]], [[True] * 4], [[0.0, math.log(0.9), 0.0, 0.0]])
     assert worth(chain, ratios(nothing(2), nothing(2)))[0] == pytest.approx([1.0, 0.9, 0.9, 0.9])
     claimed, kept = nothing(2), nothing(2)
-    claimed[1][class_of(math.log(0.9))], kept[1][class_of(math.log(0.9))] = 90.0, 5.0
+    claimed[1][class_of(math.log(0.9))], kept[1][class_of(math.log(0.9))] = 9000.0, 500.0
     found = worth(chain, ratios(claimed, kept))[0]  # what is deeper than known is as the deepest
-    assert found == pytest.approx([1.0, 0.9, *[0.9 * (5 + TRUST) / (90 + TRUST)] * 2])
-    kept = [[1000.0] * CLASSES] * 2
+    assert found == pytest.approx([1.0, *[0.9 * 500 / 9000] * 3], rel=0.02)  # and a depth that is not known, as others
+    claimed[0][class_of(math.log(0.9))], kept[0][class_of(math.log(0.9))] = 9000.0, 8000.0
+    found = worth(chain, ratios(claimed, kept))[0]
+    assert found == pytest.approx([1.0, 0.8, *[0.9 * 500 / 9000] * 2], rel=0.02)
+    claimed[0][3], kept[0][3] = 0.001, 1.0  # one that was lucky says little
+    assert ratios(claimed, kept)[0][3] == pytest.approx(8000 / 9000, abs=0.2)
+    kept = [[1e6] * CLASSES] * 2
     assert worth(chain, ratios(claimed, kept))[0] == [1.0] * 4  # a chance, whatever the ratio
     assert [class_of(path) for path in (0.0, -0.1, -1e9, -math.inf)] == [0, 0, CLASSES - 1, CLASSES - 1]
     for half in range(2 * CLASSES):  # half a factor of two each
@@ -102,13 +114,14 @@ def test_no_node_is_worth_more_than_its_parent() -> None:
             assert depth == 0 or chance[node] <= chance[parents[node]]
 
 
-def test_a_frontier_is_worth_what_its_nodes_are_worth_together() -> None:
+def test_guesses_of_a_frontier_have_the_chances_of_their_depth() -> None:
     g = torch.Generator().manual_seed(4)
     evidence = (some(3, g), some(3, g))
     paths: Table = torch.rand(2, 8, generator=g).log().mul(3).tolist()
-    expected = sum(slow(path, 2, *evidence) for row in paths for path in row)
-    assert frontier(paths, ratios(*evidence)[1]) == pytest.approx(expected)
-    assert frontier([[-math.inf, 0.0]], [9.0] * CLASSES) == 1.0
+    found = chances(paths, ratios(*evidence)[1])
+    for row, claimed in zip(found, paths, strict=True):
+        assert row == pytest.approx([slow(path, 2, *evidence) for path in claimed])
+    assert chances([[-math.inf, 0.0]], [9.0] * CLASSES) == [[0.0, 1.0]]
 
 
 def test_part_of_a_tree_keeps_its_claims() -> None:
@@ -129,7 +142,9 @@ def test_evidence_is_a_sum_that_fades(on: bool) -> None:
         tree = random_tree(9, g, rows=3)
         guesses = claimed_by(tree)
         nodes: list[Any] = [path_of(guesses.parents[row], int(torch.randint(6, (1,), generator=g))) for row in range(3)]
-        known.observe(guesses, [path + [-1] * 9 for path in nodes], [len(path) for path in nodes], [True, False, True])
+        hoped: list[float] = torch.rand(2, generator=g).tolist()
+        paths = [path + [-1] * 9 for path in nodes]
+        known.observe(guesses, paths, [len(path) for path in nodes], [True, False, True], hoped)
         sums = [[[memory * x for x in row] for row in table] for table in sums]
         for row in (0, 2):
             for node in range(1, 9):
@@ -137,10 +152,9 @@ def test_evidence_is_a_sum_that_fades(on: bool) -> None:
                 if tree.valid[row, node]:
                     sums[0][min(depth, 3) - 1][class_of(math.log(claim))] += claim
                     sums[1][min(depth, 3) - 1][class_of(math.log(claim))] += node in nodes[row]
-            for at, node in enumerate(nodes[row][:3]):
-                if any(parent == node for parent in guesses.parents[row]):
-                    sums[2][at][0] += at + 1 < len(nodes[row])
-                    sums[2][at][1] += 1
+            for depth in (1, 2):
+                sums[2][depth][0] += len(nodes[row]) - 1 > depth
+                sums[2][depth][1] += hoped[depth - 1] / 3  # of three rows together
     for fast, other in zip((known.claimed, known.kept, known.onward), sums, strict=True):
         assert [x for row in fast for x in row] == pytest.approx([x for row in other for x in row])
 

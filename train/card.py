@@ -18,7 +18,7 @@ from headstart.heads.formats import WRITERS
 from headstart.infer.embedded import EMBEDDED, HUB_ID
 from headstart.infer.figures import ALL
 from headstart.infer.figures import VERSION as BENCH_VERSION
-from headstart.train.provenance import LOG, PROVENANCE, accepted, read_log
+from headstart.train.provenance import LOG, PROVENANCE, accepted, read_log, read_provenance
 
 FAMILIES = {"medusa": "Medusa", "hydra": "Hydra", "eagle": "EAGLE", "eagle3": "EAGLE-3"}
 SOMEWHERE = "PATH/TO/THIS/FOLDER"  # what stands in examples for heads that are not on the Hub
@@ -38,7 +38,7 @@ class Facts(NamedTuple):
 def facts(folder: Path) -> Facts:
     """Reads ``folder``. A benchmark of other heads, told by their digest, does not count."""
     config = HeadsConfig.from_pretrained(folder)
-    record = json.loads((folder / PROVENANCE).read_text(encoding="utf-8")) if (folder / PROVENANCE).is_file() else {}
+    record = read_provenance(folder / PROVENANCE) if (folder / PROVENANCE).is_file() else {}
     last = record.get("training", {}).get("steps")
     lines = [line for line in read_log(folder / LOG) if "tokens_per_pass" in line and line["step"] == last]
     found = [bench for path in sorted(folder.glob("*.json")) if (bench := read_benchmark(path))]

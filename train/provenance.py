@@ -205,8 +205,21 @@ def _source(name: str, licenses: Mapping[str, str]) -> dict[str, Any]:
     told: dict[str, Any] = {"name": path.name, "license": license, "sha256": digest.hexdigest()}
     beside = (path if path.is_dir() else path.parent) / PROVENANCE
     if (path.is_dir() or path.name == ANSWERS) and beside.is_file():
-        told["made_by"] = json.loads(beside.read_text(encoding="utf-8"))
+        told["made_by"] = read_provenance(beside)
     return told
+
+
+def read_provenance(path: Path) -> dict[str, Any]:
+    """What a provenance.json says. Raises ValueError, naming the file, where it is damaged."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # also what is no UTF-8
+        raise ValueError(
+            f"{path} is damaged ({error}): restore it, or delete it and go without what it told"
+        ) from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} holds {type(found).__name__}, an object was expected: restore it, or delete it")
+    return found
 
 
 def _plain(dtype: torch.dtype) -> str:
