@@ -83,7 +83,9 @@ def key_of(fast: Any) -> dict[str, str]:
         "dtype": str(compute_dtype(model)).removeprefix("torch."),
         "quantised": str(getattr(model, "quantization_method", None) or "no"),
         "attention": str(text._attn_implementation),
-        "compiled": fast.compiled or "no",
+        "compiled": f"{fast.compiled}, {fast.nodes} nodes"
+        if fast.compiled
+        else "no",  # all trees are filled up to them
         **({"prepacked": "yes"} if fast.packed else {}),
         "guesses": described(fast.source),
     }

@@ -80,14 +80,10 @@ def check_device(name: str) -> None:
     """Raises ValueError where no device is called `name` here."""
     try:
         device = torch.device(name)
+        module = torch.get_device_module(device)
     except RuntimeError as error:
-        raise ValueError(
-            f"{name!r} is no device; expected cpu, cuda, cuda:1 or another one that torch knows"
-        ) from error
-    if device.type == "cpu":
-        return
-    module = torch.get_device_module(device)
-    count = module.device_count() if hasattr(module, "is_available") and module.is_available() else 0
+        raise ValueError(f"{name!r} is no device to decode on; expected cpu, cuda, cuda:1, mps ...") from error
+    count = 1 if device.type == "cpu" else module.device_count() if module.is_available() else 0
     if (device.index or 0) >= count:
         raise ValueError(
             f"device {name!r} is not there: torch sees {count} of this kind; leave --device out, or say cpu"

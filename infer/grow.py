@@ -110,8 +110,10 @@ def best_first(root: Tensor, expand: Expand, budget: Budget, width: int, barren:
     frontier, above = torch.zeros(batch, 1, dtype=torch.int64, device=device), torch.zeros_like(root[:, None])
     path = scores  # [B, w] of the frontier; -inf where nothing may grow
     for depth in range(budget.depth):
-        if depth and budget.more is not None and not budget.more(path, depth):
-            break
+        if depth and budget.more is not None:
+            going = path.masked_fill(budget.room[:, None] <= depth, -torch.inf)  # rows that have no room for more
+            if not budget.more(going, depth):
+                break
         logq, ids, law = expand(tokens.gather(1, frontier), above, depth)
         w, c = frontier.shape[1], logq.shape[2]
         logq = torch.nan_to_num(logq, nan=-torch.inf, posinf=-torch.inf, neginf=-torch.inf).clamp(

@@ -5,9 +5,8 @@ Legend: B rows, n nodes, k path length, d depth, D depths known, C classes of cl
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +20,7 @@ SLOWEST = 0.02  # weight of a step in the moving averages, once there were fifty
 OFF, ON = 0.98, 1.05  # speed over plain steps below which drafting is given up, and with which it is taken up
 TRIED = 10  # steps that this speed counts for at first
 FIRST, LONGEST = 4, 64  # plain steps between two probes: doubled by each that fails
-ONWARD = 1.0  # evidence to begin with that a level brings as much as was hoped
+HOPE = 1.0  # evidence to begin with that a level brings as much as was hoped
 DOUBT = 0.1  # what evidence weighs that is of tokens chosen in another way
 
 
@@ -31,7 +30,7 @@ class Learned:
 
     claimed: Table  # [D, C] guesses that should have been kept, by their claims
     kept: Table  # [D, C] guesses that were
-    onward: Table  # [D, 2] of levels by the depth above them: guesses that were kept, and that were hoped to be
+    brought: Table  # [D, 2] of levels by the depth above them: guesses that were kept, and that were hoped to be
     forecast: Table  # [D, S] tokens a row of drawn trees of that depth and size; NaN = not seen
     tokens: float = ON  # a row and drafted step, moving average
     cost: float = 1.0  # of a drafted step in plain steps, moving average
@@ -45,11 +44,11 @@ class Learned:
     def nothing(cls, depth: int) -> Learned:
         """Before the first guess of a source that guesses ``depth`` tokens: claims are trusted."""
         depth = max(depth, 1)
-        claimed, kept, onward, forecast = (
+        claimed, kept, brought, forecast = (
             [[value] * wide for _ in range(depth)]
             for wide, value in ((CLASSES, 0.0), (CLASSES, 0.0), (2, 0.0), (len(SIZES), math.nan))
         )
-        return cls(claimed, kept, onward, forecast)
+        return cls(claimed, kept, brought, forecast)
 
     @property
     def speed(self) -> float:
@@ -59,7 +58,7 @@ class Learned:
     def as_dict(self) -> dict[str, Any]:
         """For JSON, rounded: what is learned anew in every call need not be exact."""
         plain = {name: getattr(self, name) for name in ("tokens", "cost", "steps", "purse", "on", "wait", "pause")}
-        tables = {name: getattr(self, name) for name in ("claimed", "kept", "onward", "forecast")}
+        tables = {name: getattr(self, name) for name in ("claimed", "kept", "brought", "forecast")}
         rows = {name: [[round(x, 4) for x in row] for row in table] for name, table in tables.items()}
         rows["forecast"] = [[None if x != x else x for x in row] for row in rows["forecast"]]
         return rows | {name: round(value, 4) if isinstance(value, float) else value for name, value in plain.items()}
@@ -81,16 +80,16 @@ class Learned:
 
     def doubt(self) -> None:
         """What was seen is of tokens chosen in another way: it weighs little, and drafting is on trial again."""
-        for table in (self.claimed, self.kept, self.onward):
+        for table in (self.claimed, self.kept, self.brought):
             for at, row in enumerate(table):
                 table[at] = [DOUBT * value for value in row]
         self.forecast = [[math.nan] * len(row) for row in self.forecast]
         self.tokens, self.cost, self.steps, self.on, self.wait, self.pause = ON, 1.0, 0, True, 0, FIRST
 
-    def onward_of(self, depth: int) -> float:
+    def brings(self, depth: int) -> float:
         """What the guesses hoped for in a level below a frontier of ``depth`` are to be multiplied with."""
-        right, of = self.onward[min(depth, len(self.onward) - 1)]
-        return (right + ONWARD) / (of + ONWARD)
+        right, hoped = self.brought[min(depth, len(self.brought) - 1)]
+        return (right + HOPE) / (hoped + HOPE)
 
     def observe(
         self,
@@ -98,15 +97,15 @@ class Learned:
         nodes: Sequence[Sequence[int]],
         counts: Sequence[int],
         usable: Sequence[bool],
-        hoped: Sequence[float] = (),
+        hoped: Mapping[int, float] | None = None,
     ) -> None:
         """Every verified guess of the rows ``usable`` [B] was kept or not.
 
-        ``nodes`` [B, k] the paths that were kept and ``counts`` [B] their lengths; ``hoped`` guesses to be kept of each
-        level below the first that was drafted. A level whose nodes were not worth verifying brought nothing.
+        ``nodes`` [B, k] the paths that were kept and ``counts`` [B] their lengths; ``hoped`` guesses to be kept of the
+        levels that were drafted, by the depth above them. A level whose nodes were not worth verifying brought nothing.
         """
         memory = MEMORY if self.on else FORGET
-        for table in (self.claimed, self.kept, self.onward):
+        for table in (self.claimed, self.kept, self.brought):
             for at, row in enumerate(table):
                 table[at] = [memory * value for value in row]
         rows = [b for b, use in enumerate(usable) if use]
@@ -114,9 +113,10 @@ class Learned:
             own = (guesses.parents[b], guesses.depth[b], guesses.claimed[b], guesses.kind[b])
             self._one(*own, nodes[b][: counts[b]])
         share = len(rows) / max(sum(count > 0 for count in counts), 1)
-        for row, hope, depth in zip(self.onward[1:], hoped, itertools.count(1), strict=False):
-            row[0] += sum(counts[b] > 1 + depth for b in rows)
-            row[1] += share * hope
+        for depth, hope in ({} if hoped is None else hoped).items():
+            if depth < len(self.brought):
+                self.brought[depth][0] += sum(counts[b] > 1 + depth for b in rows)
+                self.brought[depth][1] += share * hope
 
     def _one(
         self,
@@ -159,6 +159,7 @@ class Learned:
             self.pause = FIRST if self.steps >= 1 / SLOWEST else self.pause
         elif tokens > cost:  # a probe that paid: guesses are taken up, and given up again soon if that was luck
             self.on, self.steps, self.tokens = True, 0, max(self.tokens, ON * self.cost)
+            self.brought = [[0.0, 0.0] for _ in self.brought]
         else:
             self.pause = min(2 * self.pause, LONGEST)
             self.wait = self.pause

@@ -8,7 +8,8 @@ size is chosen beforehand, from the steps before.
 It cannot cost much: a purse holds the plain steps that guesses may still lose. It begins with START, every token adds
 SHARE of a plain step, what guesses gain or lose goes in or out, and no step may risk more than is there. However bad
 the guesses and however wrong the estimates, a text of T tokens takes at most START + (1 + SHARE) T plain steps, in
-measured costs: 3 % from 134 tokens on, over all calls of a Speculator together.
+measured costs: 3 % from 134 tokens on, over all calls of a Speculator that choose tokens in one way. Rows of a batch
+count by their mean.
 
 Legend: B rows, n nodes, w frontier, k path length.
 """
@@ -82,7 +83,8 @@ class Adaptive:
         self.learned = learned
         self._costs, self._rows, self._drawn = costs, rows, drawn
         self._ratio: Table = []  # [D, C] what claims are multiplied with in this step
-        self._smallest = (2, 1)  # nodes and depth of the least this source can be asked for
+        self._told = learned  # what this step goes by
+        self._least = 2  # nodes of the least tree this source can be asked for
         self._passes: dict[tuple[int, int], float] = {}  # (context, nodes) -> seconds but for drafting
         self._drafting: dict[int, float] = {}  # depth -> seconds
         self._begin(0, rows)
@@ -92,10 +94,10 @@ class Adaptive:
         self._context, self._going = context // 64 * 64, max(going, 1)
         self._plain = self._seconds(1, 0)
         self._rate = 0.0  # tokens a second, all rows together, that seconds would give elsewhere
-        self._drafts = self._probe = self._asked = False
-        self._most = 1  # nodes that may be verified
-        self._grown: list[list[float]] = [[1.0]] * self._rows  # [B, n] chances of the nodes drafted so far
-        self._hoped: list[float] = []  # of every level that was drafted below the first: guesses of it to be kept
+        self._drafts = self._asked = False
+        self._depth, self._most = 0, 1  # levels that are drafted where nobody asks, nodes that may be verified
+        self._grown: list[list[float]] = []  # [B, n] chances of the root and of every frontier drafted so far
+        self._hoped: dict[int, float] = {}  # guesses to be kept of a level, by the depth above it
         self._cost = 1.0  # of this step, in plain steps
         self._seen: Guesses | None = None  # what is verified
 
@@ -105,21 +107,27 @@ class Adaptive:
         if budget.depth < 1 or budget.nodes < 2:
             return budget  # no room for guesses: nothing to decide
         known = self.learned
-        self._probe = not known.on
-        if (self._probe and known.wait > 0) or not self._affordable(*self._smallest):
+        probe, depth = not known.on, self._deepest(budget.depth)
+        if (probe and known.wait > 0) or depth < 1:
             if known.on:  # what could be lost is lost
                 known.on, known.wait, known.pause = False, FIRST, FIRST
             known.wait -= 1
             self.plain_steps += 1
             return budget._replace(depth=0)
-        self._drafts = True
-        told = Learned.nothing(len(known.kept)) if self._probe else known  # a probe asks what guesses are worth now
-        self._ratio = ratios(told.claimed, told.kept)
-        self._rate = self._going * (1.0 if self._probe else max(1.0, known.speed)) / self._plain
-        self._most = budget.nodes
-        if self._probe:  # a small tree tells as well whether guesses are kept, and loses less
-            self._most, budget = min(budget.nodes, PROBE[0]), budget._replace(depth=min(budget.depth, PROBE[1]))
-        return self._beforehand(budget) if self._drawn else budget._replace(more=self._more)
+        self._drafts, self._most, self._told = True, budget.nodes, known
+        if (
+            probe
+        ):  # a small tree tells as well what guesses are worth now, and loses less; some come whole or not at all
+            self._told = Learned.nothing(len(known.kept))
+            self._most, depth = min(budget.nodes, PROBE[0]), min(depth, PROBE[1])
+        self._ratio = ratios(self._told.claimed, self._told.kept)
+        self._rate = self._going * (1.0 if probe else max(1.0, known.speed)) / self._plain
+        budget = budget._replace(depth=depth)
+        if self._drawn:
+            budget = self._beforehand(budget._replace(nodes=self._most))
+            self._depth = budget.depth
+            return budget
+        return budget._replace(more=self._more)
 
     def cut(self, tree: DraftTree) -> DraftTree:
         """The likeliest nodes, as many as pay; a tree whose guesses claim no chances stays whole or goes whole."""
@@ -129,7 +137,7 @@ class Adaptive:
         deepest = max(map(max, guesses.depth))
         chance = worth(guesses, self._ratio)
         whole = self._drawn or tree.logq is None
-        self._smallest = (n if whole and n > 1 else 2, 1 if self._asked or self._drawn else max(deepest, 1))
+        self._least = n if tree.logq is None and n > 1 else 2
         most = n if whole else min(n, self._most)
         sizes = [n] if self._drawn else [s for s in ((1,) if whole else SIZES) if s < most] + [most]
         drafted = (
@@ -166,22 +174,24 @@ class Adaptive:
     def _more(self, path: Tensor, depth: int) -> bool:
         """Whether a level below the frontier [B, w] of ``depth``, with its claims, gives more than its seconds would
         elsewhere; asked by who grows a tree."""
+        if depth == 1:
+            self._grown = [[1.0]] * len(path)  # of several sources in a merge, each asks for its own
         self._asked = True
-        if not self._affordable(2, depth + 1):
-            return False
         self.reads += path.device.type != "cpu"
         fresh = chances(path.tolist(), self._ratio[min(depth, len(self._ratio)) - 1])
         self._grown = [above + row for above, row in zip(self._grown, fresh, strict=True)]
-        brings = self.learned.onward_of(depth)
+        brings = self._told.brings(depth)
         below = [[chance * share * brings for chance in row for share in CHILDREN] for row in fresh]
         together = [above + row for above, row in zip(self._grown, below, strict=True)]
         worth_now, _ = self._best(self._grown, depth)
         worth_then, size = self._best(together, depth + 1)
         if worth_then < worth_now:
             return False
-        least = [sorted(row, reverse=True)[:size][-1] for row in together]
-        hoped = sum(chance for row, low in zip(below, least, strict=True) for chance in row if chance >= low)
-        self._hoped.append(hoped / brings)
+        hoped = 0.0
+        for above, row in zip(self._grown, below, strict=True):
+            ranked = sorted([*((chance, True) for chance in above), *((chance, False) for chance in row)], reverse=True)
+            hoped += sum(chance for chance, old in ranked[:size] if not old)
+        self._hoped[depth] = self._hoped.get(depth, 0.0) + hoped / brings
         return True
 
     def _best(self, chance: Sequence[Sequence[float]], depth: int) -> tuple[float, int]:
@@ -202,6 +212,12 @@ class Adaptive:
                 found.append((0.0 if math.isnan(tokens) else tokens / self._seconds(size, depth), depth, size))
         _, depth, size = max(found, default=(0.0, 1, 2))
         return budget._replace(nodes=size, depth=depth)
+
+    def _deepest(self, depth: int) -> int:
+        """Levels, ``depth`` at most, whose drafting the purse allows with the least tree; 0 for none."""
+        while depth and not self._affordable(self._least, depth):
+            depth -= 1
+        return depth
 
     def _affordable(self, nodes: int, depth: int) -> bool:
         """Whether the purse holds what a tree would lose if none of its guesses were kept."""

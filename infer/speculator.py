@@ -19,6 +19,7 @@ from headstart.infer.accept import LOSSY, RULES, Rule, block, match, typical
 from headstart.infer.checks import bare, check_bound, check_call, check_length, check_target, left_aligned
 from headstart.infer.costs import check_plan, one_shape, plan_for, plan_in
 from headstart.infer.decode import Limits, decode
+from headstart.infer.draft_merge import Merged
 from headstart.infer.drafter import Source, sampling_as
 from headstart.infer.drafters import check_shapes, source_of
 from headstart.infer.plan import Plan
@@ -176,7 +177,8 @@ class Speculator:
             walking &= input_ids.device == device or not visit.do_sample  # draws are made where the prompt is
             prompt = (ids.to(device), lengths.to(device))
             kind = name if generation_config.do_sample else "greedy"
-            planner = self.planning.begin(kind, len(ids), drawing is not None)
+            drawn = drawing is not None and not isinstance(self.source, Merged)  # a merge draws nothing
+            planner = self.planning.begin(kind, len(ids), drawn)
             with self.layout:
                 report = decode(target, drafter, rule, visit, *prompt, limits, known, walking, planner)
             self.planning.end(kind, planner)

@@ -123,3 +123,18 @@ def test_a_shape_that_does_not_fit_is_refused() -> None:
         static(torch.tensor([7]), marginals(LAWS), budget(2, 3), Shape.of([[0], [1]]))
     with pytest.raises(ValueError, match="only 4 were offered"):
         static(torch.tensor([7]), marginals(LAWS), budget(8, 3), Shape.of([[5]]))
+
+
+def test_rows_without_room_are_not_asked_about() -> None:
+    """Where one row may still grow, the claims of the others' frontiers are none."""
+    paths = []
+
+    def expand(tokens: Tensor, above: Tensor, depth: int) -> Children:
+        return Children(torch.tensor([[[0.5, 0.4]]]).log().expand(3, tokens.shape[1], -1), torch.ones(3, 1, 2).long())
+
+    def more(path: Tensor, depth: int) -> bool:
+        paths.append(path.exp().sum(1))
+        return True
+
+    best_first(torch.tensor([7, 7, 7]), expand, Budget(32, 3, torch.tensor([1, 3, 2]), more), width=4)
+    assert [[round(float(x), 2) for x in path] for path in paths] == [[0.0, 0.9, 0.9], [0.0, 0.81, 0.0]]

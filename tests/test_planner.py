@@ -6,6 +6,7 @@ import copy
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from headstart.infer.draft_ngram import PromptLookup, from_lists
 from headstart.infer.grow import Budget, Children, Sampling, Shape, best_first, taken
 from headstart.infer.learned import DOUBT, FIRST, MEMORY, ON, START, Learned
 from headstart.infer.plan import Best, Costs, Plan
-from headstart.infer.planner import SHARE, Adaptive, Fixed, Planning
+from headstart.infer.planner import PROBE, SHARE, Adaptive, Fixed, Planning
 from headstart.infer.speculator import Speculator
 from headstart.infer.target import Seen, Target
 from headstart.infer.tree import DraftTree, depths, validate
@@ -245,6 +246,13 @@ def test_bad_guesses_cost_three_percent_at_most(slope: float, level: float, righ
     assert fast.report.plain_steps > (100 if slope + level > 0.1 else 0) or right > slope + level
 
 
+@pytest.mark.parametrize(("slope", "level"), [(0.02, 0.9), (0.2, 0.3), (0.02, 0.5)])
+def test_no_text_loses_more_than_the_purse_held(slope: float, level: float) -> None:
+    """However short it is, and where whole paths are drafted at once."""
+    for new in (2, 5, 10, 30):
+        assert decoded(made(slope, level), lambda at: 0.0, new)[1] * new <= START + (1.0 + SHARE) * new
+
+
 def test_bad_guesses_cost_three_percent_at_most_over_many_short_calls() -> None:
     costs = made(0.05, 0.1)
     fast, first = decoded(costs, lambda at: 0.0, 20)
@@ -372,12 +380,51 @@ def test_levels_are_held_to_what_they_brought() -> None:
         levels.append(stepped(plan, [[0.7, 0.1]] * 3, 3)[1])
         plan.learn(Accepted(torch.tensor([[0, 1]]), torch.tensor([[5, 6]]), torch.tensor([2])), [True])
     assert levels[0] == 3 and sum(levels[-20:]) <= 24  # now and then it is tried again
-    assert plan.learned.onward[1][1] > 1 > plan.learned.onward[1][0] and plan.learned.onward[2][0] == 0
+    assert plan.learned.brought[1][1] > 1 > plan.learned.brought[1][0] and plan.learned.brought[2][0] == 0
+
+
+def test_sources_of_a_merge_are_asked_one_after_the_other() -> None:
+    """Each has its own levels: three are paid for, not the sum, and hopes are of the levels there are."""
+    costs = made(0.001, 0.05)
+    plan = Adaptive(costs, Learned.nothing(5), 1)
+    plan.learned.purse = 9.0
+    budget, asked = plan.open(Budget(64, 3, torch.tensor([3])), 64, 1), []
+
+    def expand(tokens: Tensor, above: Tensor, depth: int, first: int) -> Children:
+        asked.append((first, depth))
+        return Children(torch.tensor([[[0.8, 0.1]]]).log(), first + 10 * depth + torch.arange(2)[None, None])
+
+    trees = [best_first(torch.tensor([7]), partial(expand, first=first), budget, width=4) for first in (100, 200)]
+    tree = plan.cut(merge(trees, 64))
+    assert asked == [(first, depth) for first in (100, 200) for depth in range(3)]
+    plan.learn(Accepted(torch.tensor([[0]]), torch.tensor([[5]]), torch.tensor([1])), [True])
+    spent = 9.0 + 1.0 + SHARE - plan.learned.purse
+    assert spent == pytest.approx(costs.step(1, 64, tree.tokens.shape[1], 3) / costs.plain(1, 64))
+    assert [hoped > 0 for _, hoped in plan.learned.brought] == [False, True, True, False, False]
+
+
+def test_a_merge_with_a_fixed_shape_goes_with_every_rule(model: Any) -> None:
+    """Nothing is drawn in a merge, and its nodes are never fewer than the shape has."""
+    source = SOURCES["medusa-shape"](model)
+    fast = Speculator(model, ["prompt-lookup", source], rule="rejection", nodes=12)
+    fast.planning = Planning(Plan(KEY, made(slope=0.2, level=0.02)), fast.depth)
+    torch.manual_seed(0)
+    out = fast.generate(prompt(12), max_new_tokens=NEW, do_sample=True, pad_token_id=0)
+    assert out.shape[1] > 12 + 1 and fast.report.lossless and fast.report.plan == "adaptive"
+
+
+def test_a_probe_is_small() -> None:
+    laws = [[0.6, 0.2, 0.1, 0.05]] * 4
+    for on in (True, False):
+        plan = Adaptive(made(0.0005, 0.001), Learned.nothing(4), 1)
+        plan.learned.purse, plan.learned.on = 9.0, on
+        tree, levels = stepped(plan, laws, 4)
+        assert (tree.tokens.shape[1] <= PROBE[0] and levels <= PROBE[1]) is not on
 
 
 def test_what_was_learned_greedily_weighs_little_elsewhere() -> None:
     known = Learned.nothing(2)
-    known.claimed[0][1], known.kept[0][1], known.onward[1] = 20.0, 10.0, [5.0, 8.0]
+    known.claimed[0][1], known.kept[0][1], known.brought[1] = 20.0, 10.0, [5.0, 8.0]
     known.tokens, known.cost, known.steps, known.purse = 2.0, 1.2, 90, 1.0
     planning = Planning(Plan(KEY, made(0.02, 0.05), known.as_dict()), 2)
     greedy, sampled = (planning.begin(kind, 1, False) for kind in ("greedy", "match"))

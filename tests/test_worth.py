@@ -142,7 +142,7 @@ def test_evidence_is_a_sum_that_fades(on: bool) -> None:
         tree = random_tree(9, g, rows=3)
         guesses = claimed_by(tree)
         nodes: list[Any] = [path_of(guesses.parents[row], int(torch.randint(6, (1,), generator=g))) for row in range(3)]
-        hoped: list[float] = torch.rand(2, generator=g).tolist()
+        hoped = {depth: float(torch.rand((), generator=g)) for depth in (1, 2, 3)}  # of depth 3 nothing is kept
         paths = [path + [-1] * 9 for path in nodes]
         known.observe(guesses, paths, [len(path) for path in nodes], [True, False, True], hoped)
         sums = [[[memory * x for x in row] for row in table] for table in sums]
@@ -154,8 +154,8 @@ def test_evidence_is_a_sum_that_fades(on: bool) -> None:
                     sums[1][min(depth, 3) - 1][class_of(math.log(claim))] += node in nodes[row]
             for depth in (1, 2):
                 sums[2][depth][0] += len(nodes[row]) - 1 > depth
-                sums[2][depth][1] += hoped[depth - 1] / 3  # of three rows together
-    for fast, other in zip((known.claimed, known.kept, known.onward), sums, strict=True):
+                sums[2][depth][1] += hoped[depth] / 3  # of three rows together
+    for fast, other in zip((known.claimed, known.kept, known.brought), sums, strict=True):
         assert [x for row in fast for x in row] == pytest.approx([x for row in other for x in row])
 
 

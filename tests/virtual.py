@@ -10,6 +10,7 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,12 +23,12 @@ from headstart.infer.planner import Adaptive, Fixed
 from headstart.infer.tree import DraftTree, pruned
 
 VOCAB, WIDTH, BRANCH = 1000, 8, 8
-LEFT = 0.35  # of what a law leaves after its best tokens, the share of the next one
+LEFT = 0.35
 
 
 @dataclass(frozen=True)
 class Kind:
-    """How a drafter guesses: the chance of its best token is drawn from Beta(a, b)."""
+    """How a drafter guesses: a chance is drawn from Beta(a, b), each next token has LEFT of what is left."""
 
     a: float
     b: float
@@ -52,6 +53,7 @@ def _level(kind: Kind, dice: random.Random, text: Sequence[int], at: int, depth:
         law = [dice.betavariate(kind.a, kind.b)]
         while len(law) < BRANCH:
             law.append((1.0 - sum(law)) * LEFT)
+        law.sort(reverse=True)
         row = [dice.randrange(VOCAB, 2 * VOCAB) for _ in law]  # wrong ones
         draw = dice.random() / kind.honest
         right = next((i for i in range(BRANCH) if draw < sum(law[: i + 1])), None)
@@ -62,13 +64,20 @@ def _level(kind: Kind, dice: random.Random, text: Sequence[int], at: int, depth:
     return torch.tensor(laws), torch.tensor(words)
 
 
-def played(
-    texts: Sequence[tuple[list[int], list[Place]]], costs: Costs, nodes: int, depth: int, adaptive: bool
-) -> float:
-    """Speed over plain steps of trees of up to ``nodes`` nodes and ``depth`` levels, all of them or those that pay."""
-    learned, spent, plain = Learned.nothing(depth), 0.0, 0.0
+class Step(NamedTuple):
+    """What one cost and brought."""
+
+    context: int
+    nodes: int
+    levels: int
+    tokens: int
+
+
+def played(texts: Sequence[tuple[list[int], list[Place]]], nodes: int, depth: int, costs: Costs | None) -> list[Step]:
+    """Steps of trees of up to ``nodes`` nodes and ``depth`` levels: what pays by ``costs``, or (None) all of them."""
+    learned, steps = Learned.nothing(depth), []
     for text, places in texts:
-        planner = Adaptive(costs, learned, 1) if adaptive else Fixed()
+        planner = Fixed() if costs is None else Adaptive(costs, learned, 1)
         at = 0
         while at < len(text):
             room = torch.tensor([len(text) - at - 1])
@@ -76,13 +85,18 @@ def played(
             tree, levels = _grown(places[at], budget)
             tree = planner.cut(tree)
             path, tokens = _kept(tree, text[at:])
-            spent += costs.step(1, at, tree.tokens.shape[1], levels)
-            plain += costs.plain(1, at) * len(tokens)
+            steps.append(Step(at, tree.tokens.shape[1], levels, len(tokens)))
             at += len(tokens)
             accepted = Accepted(torch.tensor([path]), torch.tensor([tokens]), torch.tensor([len(tokens)]))
             planner.learn(accepted, [at < len(text)])
         learned = planner.learned if isinstance(planner, Adaptive) else learned
-    return plain / spent
+    return steps
+
+
+def speed(steps: Sequence[Step], costs: Costs) -> float:
+    """Over plain steps."""
+    plain = sum(costs.plain(1, step.context) * step.tokens for step in steps)
+    return plain / sum(costs.step(1, step.context, step.nodes, step.levels) for step in steps)
 
 
 def _grown(place: Place, budget: Budget) -> tuple[DraftTree, int]:
