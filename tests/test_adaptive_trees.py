@@ -1,5 +1,5 @@
-"""Adaptive plans against fixed trees, in the time that costs say passes: on claims that hold, promise too much, or rarely
-come true."""
+"""Adaptive plans against fixed trees, in the time that costs say passes: on claims that hold, promise too much, or are
+rarely kept."""
 
 from __future__ import annotations
 
