@@ -8,7 +8,7 @@ Legend: B rows, n nodes (node 0 = root), d depth, D depths known, C classes of c
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 CLASSES = 16  # of claimed path probabilities, half a factor of two each; the last one holds all that is smaller
@@ -80,16 +80,13 @@ def ratios(claimed: Table, kept: Table) -> Table:
     how many were. What is little known of a class is taken from its depth, of a depth from all guesses, and where
     nothing is known the claim stands: guesses that were never verified are no better than those that were.
     """
-    overall = _share(1.0, map(sum, kept), map(sum, claimed), TRUST[0])
+    of_all, of_depth, of_class = TRUST
+    overall = (sum(map(sum, kept)) + of_all) / (sum(map(sum, claimed)) + of_all)
     found = []
     for right, should in zip(kept, claimed, strict=True):
-        own = _share(overall, right, should, TRUST[1])
-        found.append([_share(own, (r,), (s,), TRUST[2]) for r, s in zip(right, should, strict=True)])
+        own = of_class * (sum(right) + of_depth * overall) / (sum(should) + of_depth)
+        found.append([(r + own) / (s + of_class) for r, s in zip(right, should, strict=True)])
     return found
-
-
-def _share(before: float, right: Iterable[float], should: Iterable[float], trust: float) -> float:
-    return (sum(right) + trust * before) / (sum(should) + trust)
 
 
 def worth(guesses: Guesses, ratio: Table) -> list[list[float]]:
