@@ -95,7 +95,7 @@ class Adaptive:
         self._plain = self._seconds(1, 0)
         self._rate = 0.0  # tokens a second, all rows together, that seconds would give elsewhere
         self._drafts = self._asked = False
-        self._depth, self._most = 0, 1  # levels that are drafted where nobody asks, nodes that may be verified
+        self._depth, self._most = 0, 1  # levels of a tree of drawn guesses, nodes that may be verified
         self._grown: list[list[float]] = []  # [B, n] chances of the root and of every frontier drafted so far
         self._hoped: dict[int, float] = {}  # guesses to be kept of a level, by the depth above it
         self._cost = 1.0  # of this step, in plain steps
@@ -115,9 +115,7 @@ class Adaptive:
             self.plain_steps += 1
             return budget._replace(depth=0)
         self._drafts, self._most, self._told = True, budget.nodes, known
-        if (
-            probe
-        ):  # a small tree tells as well what guesses are worth now, and loses less; some come whole or not at all
+        if probe:  # a small tree tells as well what guesses are worth now; who claims nothing comes whole or not at all
             self._told = Learned.nothing(len(known.kept))
             self._most, depth = min(budget.nodes, PROBE[0]), min(depth, PROBE[1])
         self._ratio = ratios(self._told.claimed, self._told.kept)
@@ -140,9 +138,7 @@ class Adaptive:
         self._least = n if tree.logq is None and n > 1 else 2
         most = n if whole else min(n, self._most)
         sizes = [n] if self._drawn else [s for s in ((1,) if whole else SIZES) if s < most] + [most]
-        drafted = (
-            1 + len(self._hoped) if self._asked else max(deepest, 1)
-        )  # who does not ask drafts whole paths at once
+        drafted = 1 + len(self._hoped) if self._asked else max(deepest, self._depth, 1)  # or whole paths at once
         sizes = [s for s in sizes if s == 1 or self._drawn or self._affordable(s, drafted)]
         spent = [self._seconds(size, drafted) for size in sizes]
         best = len(sizes) - 1 if whole else best_size(expected(chance, sizes), spent, self._rate)

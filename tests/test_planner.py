@@ -413,6 +413,20 @@ def test_a_merge_with_a_fixed_shape_goes_with_every_rule(model: Any) -> None:
     assert out.shape[1] > 12 + 1 and fast.report.lossless and fast.report.plan == "adaptive"
 
 
+def test_all_levels_of_a_drawn_tree_are_paid_for() -> None:
+    """Four nodes of five levels: what was drafted and not kept took its time too."""
+    costs = made(0.01, 0.1)
+    plan = Adaptive(costs, Learned.nothing(5), 1, drawn=True)
+    plan.learned.purse = 9.0
+    budget = plan.open(Budget(4, 5, torch.tensor([5])), 64, 1)
+    assert (budget.nodes, budget.depth, budget.more) == (4, 5, None)  # nothing was seen yet: the largest
+    parents = torch.tensor([[-1, 0, 0, 1]])
+    tree = DraftTree(torch.zeros_like(parents), parents, parents > -2, torch.full(parents.shape, 0.5).log())
+    assert plan.cut(tree) is tree
+    plan.learn(Accepted(torch.tensor([[0]]), torch.tensor([[5]]), torch.tensor([1])), [True])
+    assert 9.0 + 1.0 + SHARE - plan.learned.purse == pytest.approx(costs.step(1, 64, 4, 5) / costs.plain(1, 64))
+
+
 def test_a_probe_is_small() -> None:
     laws = [[0.6, 0.2, 0.1, 0.05]] * 4
     for on in (True, False):
