@@ -83,9 +83,8 @@ def key_of(fast: Any) -> dict[str, str]:
         "dtype": str(compute_dtype(model)).removeprefix("torch."),
         "quantised": str(getattr(model, "quantization_method", None) or "no"),
         "attention": str(text._attn_implementation),
-        "compiled": f"{fast.compiled}, {fast.nodes} nodes"
-        if fast.compiled
-        else "no",  # all trees are filled up to them
+        # compiled passes take as long as their largest tree: all are filled up to it
+        "compiled": f"{fast.compiled}, {fast.nodes} nodes" if fast.compiled else "no",
         **({"prepacked": "yes"} if fast.packed else {}),
         "guesses": described(fast.source),
     }
