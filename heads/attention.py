@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.models.llama.modeling_llama import rotate_half
 
+GROUPED_ROWS = 64  # queries up to which heads that share keys are put together: more of them make the mask too large
+
 
 def tree_mask(
     seen: Tensor,
@@ -84,8 +86,24 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     """Queries [B, h, n, c], keys and values [B, g, S, c], additive mask [B, 1, n, S] -> [B, n, h * c]."""
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+    if q.shape[1] == k.shape[1] or q.shape[2] > GROUPED_ROWS:
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+    else:
+        out = grouped(q, k, v, mask)
     return out.transpose(1, 2).flatten(2)
+
+
+def grouped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float | None = None) -> Tensor:
+    """Queries [B, h, n, c], keys and values [B, g, S, c], mask [B or 1, 1, n, S] -> [B, h, n, c].
+
+    The h / g heads that share keys become rows of one attention, so that keys and values are read once and never
+    repeated; the mask is, so this is for few rows. ``scale`` None = the root of c.
+    """
+    (rows, heads, n, channels), shared = q.shape, k.shape[1]
+    together = q.reshape(rows, shared, heads // shared * n, channels)
+    mask = mask.repeat(1, 1, heads // shared, 1)
+    out = F.scaled_dot_product_attention(together, k, v, attn_mask=mask, scale=scale)
+    return out.reshape(rows, heads, n, v.shape[-1])
 
 
 def attend_steps(

@@ -13,6 +13,7 @@ from transformers import GenerationConfig
 from transformers.cache_utils import Cache, get_layer_types_and_kwargs
 from transformers.generation.configuration_utils import GenerationMode
 
+from headstart.infer.grouped import attention_of
 from headstart.infer.target import attention_windows
 
 HARMLESS = {"attention_mask", "position_ids", "cache", "past_key_values", "use_cache", "logits_to_keep", "tokenizer"}
@@ -50,7 +51,7 @@ def check_bound(model: Any, target: Any) -> None:
         raise ValueError(_prompt_tuned(f"this call comes from a {type(prepare.__self__).__name__}"))
     if model is not bare(target):
         raise ValueError("this Speculator was made for another model object: make one for the model that decodes")
-    found = _implementation(model)
+    found = attention_of(model)
     if found not in TREE_ATTENTION:
         raise ValueError(
             f"the target's attention was set to {found!r} after this Speculator was made, and that takes no tree of "
@@ -170,11 +171,6 @@ def _prompt_tuned(what: str) -> str:
     )
 
 
-def _implementation(model: Any) -> str | None:
-    found: str | None = getattr(model.config.get_text_config(decoder=True), "_attn_implementation", None)
-    return found
-
-
 def _sharding(model: nn.Module) -> str | None:
     """How a model's weights are spread over processes, None where this process holds them whole."""
     if (getattr(model, "_tp_size", None) or 1) > 1:
@@ -220,7 +216,7 @@ def _length_limits(text: Any) -> list[tuple[int, bool, str]]:
 
 def _settle_attention(model: Any, text: Any) -> list[str]:
     """Attention kernels without masks of their own give way to one that computes the same with them."""
-    given = getattr(text, "_attn_implementation", None)
+    given = attention_of(model)
     capped = getattr(text, "attn_logit_softcapping", None) is not None
     only_eager = capped or not getattr(model, "_supports_sdpa", True)
     if given == "eager" or (given == "sdpa" and not only_eager):
@@ -238,7 +234,7 @@ def _settle_attention(model: Any, text: Any) -> list[str]:
             f"attention {given!r} takes no tree of guesses and cannot be switched ({error}); load the target with "
             f"attn_implementation={wanted!r}"
         ) from error
-    if _implementation(model) != wanted:
+    if attention_of(model) != wanted:
         raise ValueError(
             f"attention {given!r} takes no tree of guesses and {type(model).__name__} does not let it be switched; "
             f"load the target with attn_implementation={wanted!r}"

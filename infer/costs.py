@@ -25,6 +25,7 @@ from headstart.heads import Tie
 from headstart.heads.tie import fingerprint
 from headstart.infer.drafter import Source
 from headstart.infer.embedded import cache_folder, sync
+from headstart.infer.grouped import attention_of, has_groups
 from headstart.infer.measuring import measure
 from headstart.infer.plan import Plan
 from headstart.infer.target import compute_dtype, home
@@ -74,7 +75,7 @@ def plan_for(fast: Any, plan: str | Plan) -> Plan | None:
 def key_of(fast: Any) -> dict[str, str]:
     """What costs depend on: machine, libraries, target, number format, attention, compiler, source of guesses."""
     model = fast.model
-    device, text = home(model), model.config.get_text_config(decoder=True)
+    device = home(model)
     parameters = sum(p.numel() for p in model.parameters())
     return {
         "machine": _machine(device),
@@ -82,7 +83,7 @@ def key_of(fast: Any) -> dict[str, str]:
         "model": f"{type(model).__name__}, {parameters} parameters, {fingerprint(Tie.of(model))}",
         "dtype": str(compute_dtype(model)).removeprefix("torch."),
         "quantised": str(getattr(model, "quantization_method", None) or "no"),
-        "attention": str(text._attn_implementation),
+        "attention": f"{attention_of(model)}{', by groups' if has_groups(model) else ''}",
         # compiled passes take as long as their largest tree: all are filled up to it
         "compiled": f"{fast.compiled}, {fast.nodes} nodes" if fast.compiled else "no",
         **({"prepacked": "yes"} if fast.packed else {}),

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig
 
 from headstart.heads import Tie
+from headstart.infer.grouped import attention_of
 from headstart.infer.target import Target, compute_dtype, home
 from headstart.infer.tree import DraftTree
 
@@ -123,10 +124,8 @@ def _check_features(model: Any, wants: tuple[int, ...]) -> None:
 
 def _key(model: Any, wants: tuple[int, ...]) -> Hashable:
     """What a verdict depends on."""
-    text = model.config.get_text_config(decoder=True)
     own = vars(model).get("forward")  # set on the object by accelerate, torch.compile or a user
-    attention = getattr(text, "_attn_implementation", None)
-    return (_digest(model), attention, wants, transformers.__version__, id(own), model.training)
+    return (_digest(model), attention_of(model), wants, transformers.__version__, id(own), model.training)
 
 
 def _digest(model: nn.Module) -> str:

@@ -22,6 +22,7 @@ from headstart.infer.decode import Limits, decode
 from headstart.infer.draft_merge import Merged
 from headstart.infer.drafter import Source, sampling_as
 from headstart.infer.drafters import check_shapes, source_of
+from headstart.infer.grouped import attention_of
 from headstart.infer.plan import Plan
 from headstart.infer.planner import Planning
 from headstart.infer.prepack import Prepacked, modules_of
@@ -183,7 +184,7 @@ class Speculator:
                 report = decode(target, drafter, rule, visit, *prompt, limits, known, walking, planner)
             self.planning.end(kind, planner)
             report.drafter, report.rule, report.lossless = self.source.name, name, name not in LOSSY
-            report.dtype, report.attention = str(compute_dtype(model)).removeprefix("torch."), text._attn_implementation
+            report.dtype, report.attention = str(compute_dtype(model)).removeprefix("torch."), attention_of(model) or ""
             report.notes = list(self.notes)
             self.report = report
             return _output(visit, target, generation_config)

@@ -1,4 +1,4 @@
-"""Target: any Hugging Face causal LM seen as prefill, verify and commit. Nothing is set on the model.
+"""Target: any Hugging Face causal LM seen as prefill, verify and commit. Nothing stays set on the model.
 
 Legend: B rows, P prompt, n tree nodes, k tokens of a chunk or path, S cache slots in view, V vocabulary, F features.
 """
@@ -15,6 +15,7 @@ from transformers.cache_utils import Cache
 from headstart.heads.attention import tree_mask
 from headstart.infer.accept import Accepted
 from headstart.infer.cache import TreeCache
+from headstart.infer.grouped import by_groups
 from headstart.infer.tree import DraftTree, depths, filled, visible
 
 PREFILL_CHUNK = 1024  # tokens a row per prefill forward: bounds the [k, S] mask
@@ -164,16 +165,17 @@ class Target:
             mask = next(iter(mask.values()))
         self.forwards += 1
         run = self.model if model is None else model
-        return run(
-            input_ids=tree.tokens,
-            attention_mask=mask,
-            position_ids=lengths[:, None] + depth[:, -width:],
-            cache=self.cache,
-            use_cache=True,
-            return_dict=True,
-            **({"logits_to_keep": keep} if self._keeps_logits else {}),
-            **({"output_hidden_states": list(self.wants)} if self.wants else {}),
-        )
+        with by_groups(self.model):
+            return run(
+                input_ids=tree.tokens,
+                attention_mask=mask,
+                position_ids=lengths[:, None] + depth[:, -width:],
+                cache=self.cache,
+                use_cache=True,
+                return_dict=True,
+                **({"logits_to_keep": keep} if self._keeps_logits else {}),
+                **({"output_hidden_states": list(self.wants)} if self.wants else {}),
+            )
 
     def _features(self, out: Any) -> Tensor | None:
         """The wanted hidden states side by side, [B, k, F]."""
