@@ -101,7 +101,8 @@ def grouped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float | None =
     """
     (rows, heads, n, channels), shared = q.shape, k.shape[1]
     together = q.reshape(rows, shared, heads // shared * n, channels)
-    mask = mask.repeat(1, 1, heads // shared, 1)
+    if n > 1:  # one query's is that of all its heads
+        mask = mask.repeat(1, 1, heads // shared, 1)
     out = F.scaled_dot_product_attention(together, k, v, attn_mask=mask, scale=scale)
     return out.reshape(rows, heads, n, v.shape[-1])
 

@@ -74,6 +74,10 @@ def pruned(tree: DraftTree, room: Tensor, vocab_size: int) -> DraftTree:
     nodes that do not come after their parent, and all that hangs on those. Node 0 stays. No host sync."""
     if tree.tokens.shape[1] == 1:
         return tree._replace(parents=torch.full_like(tree.parents, -1), valid=torch.ones_like(tree.valid))
+    return (_pruned_on_host if tree.tokens.device.type == "cpu" else _pruned)(tree, room, vocab_size)
+
+
+def _pruned(tree: DraftTree, room: Tensor, vocab_size: int) -> DraftTree:
     index = torch.arange(tree.tokens.shape[1], device=tree.tokens.device)
     misplaced = (tree.parents >= index) | ((tree.parents < 0) & (index > 0))
     parents = torch.where(misplaced, -1, tree.parents)
@@ -84,6 +88,29 @@ def pruned(tree: DraftTree, room: Tensor, vocab_size: int) -> DraftTree:
     bad[:, 0] = False
     valid = ~(above & bad[:, None, :]).any(2)
     return tree._replace(tokens=torch.where(valid, tree.tokens, 0), parents=parents, valid=valid)
+
+
+def _pruned_on_host(tree: DraftTree, room: Tensor, vocab_size: int) -> DraftTree:
+    """The same where reading a tensor is free: a tree that may stay as it is costs no operation."""
+    before = (tree.tokens.tolist(), tree.parents.tolist(), tree.valid.tolist())
+    after: tuple[list[list[int]], list[list[int]], list[list[bool]]] = ([], [], [])
+    for tokens, parents, valid, most in zip(*before, room.tolist(), strict=True):
+        above, depth, stays = [-1] * len(parents), [0] * len(parents), [True] * len(parents)
+        for node in range(1, len(parents)):
+            parent = parents[node]
+            placed = 0 <= parent < node
+            if placed:
+                above[node], depth[node] = parent, depth[parent] + 1
+            fits = placed and stays[parent] and depth[node] <= most
+            stays[node] = fits and valid[node] and 0 <= tokens[node] < vocab_size
+        after[0].append([token if there else 0 for token, there in zip(tokens, stays, strict=True)])
+        after[1].append(above)
+        after[2].append(stays)
+    if before == after:
+        return tree
+    like = (tree.tokens, tree.parents, tree.valid)
+    fresh = (torch.tensor(x, dtype=old.dtype) for x, old in zip(after, like, strict=True))
+    return tree._replace(**dict(zip(("tokens", "parents", "valid"), fresh, strict=True)))
 
 
 def filled(tree: DraftTree, nodes: int) -> DraftTree:

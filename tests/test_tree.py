@@ -5,7 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
-from headstart.infer.tree import DraftTree, ancestors, depths, path_to, root_only, validate, visible
+from headstart.infer.tree import (
+    DraftTree,
+    _pruned,
+    _pruned_on_host,
+    ancestors,
+    depths,
+    path_to,
+    pruned,
+    root_only,
+    validate,
+    visible,
+)
 from tests.reference import depth_of, path_of, random_parents
 
 
@@ -64,3 +75,27 @@ def test_validate_takes_good_trees() -> None:
     generator = torch.Generator().manual_seed(0)
     parents = torch.tensor([random_parents(12, generator) for _ in range(3)])
     validate(DraftTree(torch.zeros_like(parents), parents, torch.ones_like(parents).bool()), 9)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_trees_are_pruned_alike_on_the_host_and_by_operations(seed: int) -> None:
+    """Anything may stand in them: parents that come later, padding, tokens outside, paths too long for a row."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def drawn(low: int, high: int) -> torch.Tensor:
+        return torch.randint(low, high, (3, 12), generator=generator)
+
+    good = torch.tensor([random_parents(12, generator) for _ in range(3)])
+    parents = torch.where(drawn(0, 4) == 0, drawn(-1, 14), good)
+    tree = DraftTree(drawn(-1, 21), parents, drawn(0, 6) > 0, logq=torch.zeros(3, 12))
+    room = torch.tensor([0, 2, 20])
+    slow, fast = _pruned(tree, room, 20), _pruned_on_host(tree, room, 20)
+    for field in ("tokens", "parents", "valid"):
+        assert torch.equal(getattr(slow, field), getattr(fast, field)), field
+        assert getattr(slow, field).dtype == getattr(fast, field).dtype
+
+
+def test_a_tree_that_may_stay_is_handed_on_as_it_is() -> None:
+    parents = torch.tensor([random_parents(8, torch.Generator().manual_seed(0))] * 2)
+    tree = DraftTree(torch.ones_like(parents), parents, torch.ones_like(parents, dtype=torch.bool))
+    assert pruned(tree, torch.tensor([8, 8]), 20) is tree
