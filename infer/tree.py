@@ -78,6 +78,7 @@ def pruned(tree: DraftTree, room: Tensor, vocab_size: int) -> DraftTree:
 
 
 def _pruned(tree: DraftTree, room: Tensor, vocab_size: int) -> DraftTree:
+    """By operations on [B, n], for where reading a tensor means to wait."""
     index = torch.arange(tree.tokens.shape[1], device=tree.tokens.device)
     misplaced = (tree.parents >= index) | ((tree.parents < 0) & (index > 0))
     parents = torch.where(misplaced, -1, tree.parents)
